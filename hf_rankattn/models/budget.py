@@ -1,0 +1,72 @@
+"""How many parameters a head geometry costs, and which geometries cost the same."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters in both conventions; `published` and `query_key` have one entry per layer."""
+
+    published: list[int]
+    query_key: list[int]
+    live: int
+
+
+def parameter_counts(model: PreTrainedModel | PreTrainedConfig) -> ParameterCounts:
+    """Count parameters as the papers do, and as they are.
+
+    `published` is `qk_rank * hidden_size * num_attention_heads` for each layer: one of the four projections, without
+    biases. `query_key` is what the queries and keys of the layer hold in weights (twice that), and `live` is every
+    trainable number of the model, shared ones counted once. A configuration is counted without building its weights.
+
+    >>> from hf_rankattn import RankEncoderConfig, parameter_counts
+    >>> counts = parameter_counts(RankEncoderConfig(input_dim=64, num_attention_heads=4))
+    >>> counts.published, counts.live
+    ([4096], 280898)
+    """
+    if isinstance(model, PreTrainedConfig):
+        with torch.device("meta"):
+            return parameter_counts(AutoModel.from_config(model))
+    if not hasattr(model.config, "head_geometry"):
+        raise ValueError(
+            f"parameter_counts takes a rank model or its config, got a {type(model).__name__}. Load the checkpoint with "
+            "the Rank class of its family."
+        )
+    layers = [model.config.head_geometry(layer) for layer in range(model.config.num_hidden_layers)]
+    published = [heads.qk_rank * model.config.hidden_size * heads.num_heads for heads in layers]
+    return ParameterCounts(
+        published=published,
+        query_key=[2 * count for count in published],
+        live=sum(weight.numel() for weight in nn.Module.parameters(model) if weight.requires_grad),
+    )
+
+
+def equal_budget_grid(budget: int, hidden_size: int, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+    """The head geometries that spend one `budget` of `qk_rank * hidden_size * num_attention_heads` per layer.
+
+    Each entry holds keyword arguments for a rank config, with value heads as wide as the query-key rank. Without
+    `ranks`, all powers of two up to the hidden size that divide the budget are taken.
+
+    >>> equal_budget_grid(64**2, hidden_size=64, ranks=[64, 16])
+    [{'qk_rank': 64, 'v_head_dim': 64, 'num_attention_heads': 1}, {'qk_rank': 16, 'v_head_dim': 16, 'num_attention_heads': 4}]
+    """
+    if budget < 1 or hidden_size < 1:
+        raise ValueError(f"budget={budget} and hidden_size={hidden_size} must both be at least 1.")
+    if ranks is None:
+        powers = [2**k for k in range(hidden_size.bit_length()) if 2**k <= hidden_size]
+        ranks = [rank for rank in powers if budget % (rank * hidden_size) == 0]
+        if not ranks:
+            raise ValueError(
+                f"no power of two gives whole heads: budget={budget} has to be a multiple of hidden_size={hidden_size}."
+            )
+    for rank in ranks:
+        if rank < 1 or budget % (rank * hidden_size):
+            raise ValueError(
+                f"rank {rank} does not spend the budget: {budget} / ({rank} * {hidden_size}) heads is not a whole number."
+            )
+    return [
+        {"qk_rank": rank, "v_head_dim": rank, "num_attention_heads": budget // (rank * hidden_size)} for rank in ranks
+    ]

@@ -1,0 +1,236 @@
+"""RankALBERT: ALBERT whose heads have a query-key rank of their own. Only attention differs from transformers' ALBERT."""
+
+import math
+from functools import partial
+from types import CodeType, FunctionType
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.albert.modeling_albert import (
+    AlbertAttention,
+    AlbertForMaskedLM,
+    AlbertForMultipleChoice,
+    AlbertForPreTraining,
+    AlbertForQuestionAnswering,
+    AlbertForSequenceClassification,
+    AlbertForTokenClassification,
+    AlbertLayer,
+    AlbertLayerGroup,
+    AlbertModel,
+    AlbertPreTrainedModel,
+    AlbertTransformer,
+    eager_attention_forward,
+)
+from transformers.utils import logging
+
+from .configuration_rank_albert import RankAlbertConfig
+
+
+def names_of(code: CodeType) -> set[str]:
+    """All global names that a code object uses, those of its comprehensions included."""
+    nested = (names_of(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+def rebind(function, **names):
+    """`function` with some of its global names bound to other objects.
+
+    This is how the stock `__init__` builds our classes: its code runs as transformers wrote it, nothing is copied, and
+    unlike a patched module nobody else sees the change.
+    """
+    if absent := sorted(set(names) - names_of(function.__code__)):
+        raise RuntimeError(f"{function.__qualname__} of this transformers version does not use {', '.join(absent)}.")
+    scope = {**function.__globals__, **names}
+    bound = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
+
+
+def set_heads(module: nn.Module, config, layer_idx: int | None) -> None:
+    """Write the geometry of the layer on an attention module, as numbers."""
+    heads = config.head_geometry(layer_idx)
+    module.config = config
+    module.num_attention_heads, module.qk_rank, module.v_head_dim = heads.num_heads, heads.qk_rank, heads.v_head_dim
+    module.scaling = heads.qk_scale
+    temperature = nn.Parameter(torch.full((heads.num_heads,), math.log(heads.qk_rank))) if heads.qk_norm else None
+    module.register_parameter("log_temperature", temperature)
+
+
+def split_heads(states: torch.Tensor, num_heads: int, width: int) -> torch.Tensor:
+    """(batch, n, num_heads * width) -> (batch, num_heads, n, width). The count of heads is never left to be inferred."""
+    return states.view(*states.shape[:-1], num_heads, width).transpose(1, 2)
+
+
+def unit_norm(states: torch.Tensor) -> torch.Tensor:
+    """Rows of length one, computed in float32 at least, as half precision has no room for the squares."""
+    wide = states if states.dtype == torch.float64 else states.float()
+    return nn.functional.normalize(wide, dim=-1).to(states.dtype)
+
+
+def rank_attention(module, query, key, value, attention_mask, dropout, **kwargs):
+    """Attention through transformers' interface, with query/key and value widths free of each other.
+
+    Takes queries and keys (batch, heads, n, qk_rank) and values (batch, heads, n, v_head_dim); returns the joined heads
+    (batch, n, heads * v_head_dim), and the maps (batch, heads, n, n) where the implementation gives them.
+    """
+    if module.log_temperature is not None:
+        temperature = module.log_temperature.exp()[:, None, None].to(query.dtype)
+        query, key = unit_norm(query) * temperature, unit_norm(key)
+    implementation = module.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+    v_width = value.shape[-1]
+    # torch's CPU kernel is fast for equal widths and without dropout only; zeros change neither logits nor values.
+    if query.shape[-1] != v_width and implementation == "sdpa" and query.device.type == "cpu" and dropout == 0.0:
+        width = max(query.shape[-1], v_width)
+        query, key, value = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    joined, maps = attend(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
+    return joined[..., :v_width].flatten(2).contiguous(), maps
+
+
+def init_temperature(module: nn.Module) -> None:
+    """Start with logits of unit variance for isotropic queries and keys: qk_scale * qk_rank * cos = sqrt(qk_rank) * cos."""
+    if getattr(module, "log_temperature", None) is not None:
+        init.constant_(module.log_temperature, math.log(module.qk_rank))
+
+
+def check_config(model: nn.Module, config, expected: type) -> None:
+    """Refuse a configuration of another family before anything is built from it."""
+    if not isinstance(config, expected):
+        raise ValueError(
+            f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
+            f"configuration of this family use {expected.__name__}(**config.to_dict())."
+        )
+
+
+def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
+    """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
+    kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
+    try:
+        return load(pretrained_model_name_or_path, *model_args, **kwargs)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            kwargs.update(ignore_mismatched_sizes=True, output_loading_info=True)
+            _, info = load(pretrained_model_name_or_path, *model_args, **kwargs)
+        finally:
+            logging.set_verbosity(verbosity)
+        shapes = [
+            f"{key} is {tuple(ours)}, the config asks for {tuple(asked)}"
+            for key, ours, asked in info["mismatched_keys"]
+        ]
+        raise ValueError(
+            f"{len(shapes)} weights of {pretrained_model_name_or_path} do not fit the configuration: {sorted(shapes)[0]}. "
+            "A checkpoint keeps the `qk_rank`, `v_head_dim` and `num_labels` it was saved with: load it without "
+            "overriding them, or pass ignore_mismatched_sizes=True to start the misfits from fresh random weights."
+        ) from error
+
+
+class RankAlbertAttention(AlbertAttention):
+    def __init__(self, config, layer_idx=None):
+        nn.Module.__init__(self)  # the parent would build all three projections with one width
+        set_heads(self, config, layer_idx)
+        self.attention_dropout = nn.Dropout(config.attention_probs_dropout_prob)
+        self.output_dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.query = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank)
+        self.key = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank)
+        self.value = nn.Linear(config.hidden_size, self.num_attention_heads * self.v_head_dim)
+        self.dense = nn.Linear(self.num_attention_heads * self.v_head_dim, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.is_causal = False
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        query = split_heads(self.query(hidden_states), self.num_attention_heads, self.qk_rank)
+        key = split_heads(self.key(hidden_states), self.num_attention_heads, self.qk_rank)
+        value = split_heads(self.value(hidden_states), self.num_attention_heads, self.v_head_dim)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        attended, maps = rank_attention(self, query, key, value, attention_mask, dropout, **kwargs)
+        attended = self.output_dropout(self.dense(attended))
+        return self.LayerNorm(hidden_states + attended), maps
+
+
+class RankAlbertLayer(AlbertLayer):
+    def __init__(self, config, layer_idx=None):
+        build = rebind(AlbertLayer.__init__, AlbertAttention=partial(RankAlbertAttention, layer_idx=layer_idx))
+        build(self, config)
+
+
+class RankAlbertLayerGroup(AlbertLayerGroup):
+    def __init__(self, config, layer_idx=None):
+        build = rebind(AlbertLayerGroup.__init__, AlbertLayer=partial(RankAlbertLayer, layer_idx=layer_idx))
+        build(self, config)
+
+
+class RankAlbertTransformer(AlbertTransformer):
+    def __init__(self, config):
+        # Stock code builds the groups in order and does not number them; the first layer of a group speaks for it.
+        first_layers = (layers[0] for layers in map(config.layers_of_group, range(config.num_hidden_groups)))
+        build = rebind(
+            AlbertTransformer.__init__,
+            AlbertLayerGroup=lambda config: RankAlbertLayerGroup(config, layer_idx=next(first_layers)),
+        )
+        build(self, config)
+
+
+class RankAlbertPreTrainedModel(AlbertPreTrainedModel):
+    config: RankAlbertConfig
+    # Flash and flex kernels are off until they have been tested on a GPU with unequal widths.
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    model_tags = ["rank-attention"]
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        init_temperature(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        load = super().from_pretrained
+        return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
+
+
+class RankAlbertModel(RankAlbertPreTrainedModel, AlbertModel):
+    def __init__(self, config, add_pooling_layer=True):
+        check_config(self, config, RankAlbertConfig)
+        build = rebind(AlbertModel.__init__, AlbertTransformer=RankAlbertTransformer)
+        build(self, config, add_pooling_layer=add_pooling_layer)
+
+
+class RankAlbertForPreTraining(RankAlbertPreTrainedModel, AlbertForPreTraining):
+    __init__ = rebind(AlbertForPreTraining.__init__, AlbertModel=RankAlbertModel)
+
+
+class RankAlbertForMaskedLM(RankAlbertPreTrainedModel, AlbertForMaskedLM):
+    __init__ = rebind(AlbertForMaskedLM.__init__, AlbertModel=RankAlbertModel)
+
+
+class RankAlbertForSequenceClassification(RankAlbertPreTrainedModel, AlbertForSequenceClassification):
+    __init__ = rebind(AlbertForSequenceClassification.__init__, AlbertModel=RankAlbertModel)
+
+
+class RankAlbertForTokenClassification(RankAlbertPreTrainedModel, AlbertForTokenClassification):
+    __init__ = rebind(AlbertForTokenClassification.__init__, AlbertModel=RankAlbertModel)
+
+
+class RankAlbertForQuestionAnswering(RankAlbertPreTrainedModel, AlbertForQuestionAnswering):
+    __init__ = rebind(AlbertForQuestionAnswering.__init__, AlbertModel=RankAlbertModel)
+
+
+class RankAlbertForMultipleChoice(RankAlbertPreTrainedModel, AlbertForMultipleChoice):
+    __init__ = rebind(AlbertForMultipleChoice.__init__, AlbertModel=RankAlbertModel)
+
+
+__all__ = [
+    "RankAlbertForMaskedLM",
+    "RankAlbertForMultipleChoice",
+    "RankAlbertForPreTraining",
+    "RankAlbertForQuestionAnswering",
+    "RankAlbertForSequenceClassification",
+    "RankAlbertForTokenClassification",
+    "RankAlbertModel",
+    "RankAlbertPreTrainedModel",
+]

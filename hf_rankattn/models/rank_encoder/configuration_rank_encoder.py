@@ -1,0 +1,334 @@
+"""Configuration of RankEncoder, the from-scratch encoder of the papers on attention rank."""
+
+import math
+from functools import wraps
+from typing import Any, Literal, NamedTuple
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
+from transformers import PreTrainedConfig
+
+
+RANK_FIELDS = ("qk_rank", "v_head_dim", "qk_norm", "qk_scale")
+
+
+class RankConfigError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
+    """A `ValueError` that code written for transformers' strict configs catches as well."""
+
+    def __init__(self, message: str):
+        Exception.__init__(self, message)
+
+
+class HeadGeometry(NamedTuple):
+    """The numbers from which one attention layer is built."""
+
+    num_heads: int
+    qk_rank: int
+    v_head_dim: int
+    qk_norm: bool
+    qk_scale: float
+
+
+def check_rank_field(name: str, value: Any) -> None:
+    """Raise a `ValueError` that says what `name` may be, unless `value` is it."""
+    if value is None and name != "qk_norm":
+        return
+    if name == "qk_norm":
+        if not isinstance(value, bool):
+            raise ValueError(f"`qk_norm` is a switch and must be True or False, got {value!r}.")
+    elif name == "qk_scale":
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"`qk_scale` multiplies the logits and must be a positive finite number, got {value!r}. "
+                "Leave it out (None) for qk_rank ** -0.5."
+            )
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"`{name}` is a width and must be an integer of at least 1, got {value!r}. Leave it out (None) for the "
+            f'stock width hidden_size / num_attention_heads; use `per_layer_config={{0: {{"{name}": 8}}}}`, or a list '
+            "with one integer per layer, for values that differ by layer."
+        )
+
+
+def value_errors(cls):
+    """Let a bad argument of a strict config raise a `ValueError` with one readable message."""
+    strict_init = cls.__init__
+
+    @wraps(strict_init)
+    def __init__(self, *args, **kwargs):
+        try:
+            for name in RANK_FIELDS:
+                if name in kwargs and not isinstance(kwargs[name], list):
+                    check_rank_field(name, kwargs[name])
+            strict_init(self, *args, **kwargs)
+        except (StrictDataclassError, ValueError) as error:
+            raise RankConfigError(f"{cls.__name__}: {error.__cause__ or error}") from error
+
+    cls.__init__ = __init__
+    return cls
+
+
+class RankConfigMixin:
+    """What the four rank fields need beyond being fields: defaults, per-layer values, checks."""
+
+    stock_model_type: str | None = None
+
+    def __post_init__(self, **kwargs):
+        if "head_dim" in kwargs:
+            raise ValueError(
+                f"`head_dim` is not a field of this family and stock {self.stock_model_type or 'models'} would ignore it. "
+                "Set `qk_rank` for the query/key width of a head and `v_head_dim` for its value width."
+            )
+        model_type = kwargs.pop("model_type", self.model_type)
+        if model_type not in (self.model_type, self.stock_model_type):
+            raise ValueError(
+                f"got a configuration of model type {model_type!r}, expected {self.model_type!r}"
+                + (f" or the stock {self.stock_model_type!r}" if self.stock_model_type else "")
+                + ". Load it with the class of its own family."
+            )
+        per_layer = self._spread_lists(kwargs.pop("per_layer_config", None))
+        super().__post_init__(**kwargs)
+        if per_layer is not None:
+            self.per_layer_config = per_layer
+
+    def _layers_of_list_entry(self, num_entries: int) -> list[list[int]]:
+        """The layers that each entry of a list such as `qk_rank=[4, 8]` speaks of."""
+        if num_entries != self.num_hidden_layers:
+            raise ValueError(
+                f"a list needs one integer per layer: got {num_entries} for num_hidden_layers={self.num_hidden_layers}."
+            )
+        return [[layer] for layer in range(num_entries)]
+
+    def _spread_lists(self, per_layer_config: dict | None) -> dict[int, dict[str, Any]] | None:
+        """`per_layer_config` with the entries of list-valued widths written into it."""
+        lists = {name: getattr(self, name) for name in ("qk_rank", "v_head_dim")}
+        lists = {name: values for name, values in lists.items() if isinstance(values, list)}
+        if not lists:
+            return per_layer_config
+        spread: dict[int, dict[str, Any]] = {int(i): dict(given) for i, given in (per_layer_config or {}).items()}
+        for name, values in lists.items():
+            for value, layers in zip(values, self._layers_of_list_entry(len(values)), strict=True):
+                check_rank_field(name, value)
+                for layer in layers:
+                    if spread.setdefault(layer, {}).setdefault(name, value) != value:
+                        raise ValueError(
+                            f"layer {layer} gets two values of `{name}`: give a list or per_layer_config."
+                        )
+            setattr(self, name, None)
+        return spread
+
+    def validate_architecture(self):
+        """Refuse widths that cannot be built, in every layer."""
+        if not self.is_heterogeneous:
+            resolve_heads(self)
+            return
+        foreign = sorted(set(self.per_layer_attributes) - set(RANK_FIELDS))
+        if foreign or any(layer.skip for layer in self.per_layer_config):
+            raise ValueError(
+                f"`per_layer_config` may set {', '.join(RANK_FIELDS)}; got {', '.join(foreign) or 'skip'}, "
+                "which the layers of this family would not apply."
+            )
+        for layer in self.per_layer_config:
+            for name in RANK_FIELDS:
+                check_rank_field(name, getattr(layer, name))
+            resolve_heads(layer)
+
+    def head_geometry(self, layer_idx: int | None = None) -> HeadGeometry:
+        """The widths, norm and scale of the heads of one layer, defaults filled in."""
+        return resolve_heads(self if layer_idx is None else self.per_layer_config[layer_idx])
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        # A stock checkpoint is the case qk_rank=None, not the mistake that transformers would warn of.
+        if config_dict.get("model_type") == cls.stock_model_type:
+            config_dict = {**config_dict, "model_type": cls.model_type}
+        return config_dict, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        # transformers sets overrides on the finished config, past the checks; these go in by the front door.
+        front = {name: kwargs.pop(name) for name in (*RANK_FIELDS, "per_layer_config", "head_dim") if name in kwargs}
+        return super().from_dict({**config_dict, **front}, **kwargs)
+
+
+def resolve_heads(config) -> HeadGeometry:
+    """Fill in the defaults of a config that holds for one layer; `ValueError` if no heads can be built from it."""
+    for name in RANK_FIELDS:
+        check_rank_field(name, getattr(config, name))
+    hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+    if num_heads < 1 or hidden_size < 1:
+        raise ValueError(f"hidden_size={hidden_size} and num_attention_heads={num_heads} must both be at least 1.")
+    stock_width, remainder = divmod(hidden_size, num_heads)
+    for name in ("qk_rank", "v_head_dim"):
+        if getattr(config, name) is None and remainder:
+            raise ValueError(
+                f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}, so there is no stock head "
+                f"width to fall back on: set `{name}` (and the other of `qk_rank`, `v_head_dim`) to an integer."
+            )
+    qk_rank = config.qk_rank or stock_width
+    return HeadGeometry(
+        num_heads=num_heads,
+        qk_rank=qk_rank,
+        v_head_dim=config.v_head_dim or stock_width,
+        qk_norm=config.qk_norm,
+        qk_scale=qk_rank**-0.5 if config.qk_scale is None else float(config.qk_scale),
+    )
+
+
+@value_errors
+@strict
+class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
+    r"""
+    Configuration of a [`RankEncoderModel`]: an encoder on real-valued tokens or on a vocabulary, in which every part
+    that the papers switch on and off is a field.
+
+    Args:
+        input_dim (`int`, *optional*):
+            Width of real-valued tokens (`points`). Exactly one of `input_dim` and `vocab_size` has to be given.
+        vocab_size (`int`, *optional*):
+            Size of the vocabulary of discrete tokens (`input_ids`).
+        hidden_size (`int`, *optional*):
+            Width of the residual stream. Defaults to `input_dim`, plus `position_dim` where positions are concatenated.
+        num_hidden_layers (`int`, *optional*, defaults to 1): Number of layers.
+        num_attention_heads (`int`, *optional*, defaults to 1): Number of heads, free of the widths.
+        qk_rank (`int`, *optional*, defaults to `hidden_size / num_attention_heads`):
+            Query/key width of each head: the largest rank its bilinear form can have. A list gives one per layer.
+        v_head_dim (`int`, *optional*, defaults to `hidden_size / num_attention_heads`): Value width of each head.
+        qk_norm (`bool`, *optional*, defaults to `False`):
+            Unit-norm queries and keys, with one learned log-temperature per head.
+        qk_scale (`float`, *optional*, defaults to `qk_rank ** -0.5`): Factor on the logits.
+        output_scale (`float`, *optional*, defaults to `min(1, hidden_size / (num_attention_heads * v_head_dim))`):
+            Factor on the output of an attention layer. The default makes a layer with k times the usual number of
+            heads the mean of k ordinary layers, so that one learning rate serves all widths.
+        attention (`str`, *optional*, defaults to `"softmax"`):
+            `"softmax"`, or `"hardmax"` (each query takes its best key, the first on a tie; no gradient to the logits).
+        attention_bias (`bool`, *optional*, defaults to `True`): Biases on the four projections of attention.
+        position (`str`, *optional*, defaults to `"none"`):
+            `"none"`, `"additive"` (learned, added to the tokens) or `"concatenated"` (learned, beside the tokens).
+        position_dim (`int`, *optional*):
+            Width of concatenated positions. Defaults to `hidden_size - input_dim`, or to `input_dim`.
+        max_position_embeddings (`int`, *optional*, defaults to 512): Longest sequence where positions are used.
+        norm (`str`, *optional*, defaults to `"l2"`):
+            `"l2"` (unit length times one learned scalar, as in the papers), `"layer"`, `"rms"` or `"none"`.
+        norm_placement (`str`, *optional*, defaults to `"post"`): `"post"` or `"pre"`.
+        norm_eps (`float`, *optional*, defaults to 1e-6): Keeps the norm of a zero vector finite; above 0.
+        use_skip (`bool`, *optional*, defaults to `True`): Skip connections around attention and around the MLP.
+        use_mlp (`bool`, *optional*, defaults to `True`): Whether layers have an MLP (and the norm that goes with it).
+        intermediate_size (`int`, *optional*, defaults to 2048): Width of the MLP.
+        hidden_act (`str`, *optional*, defaults to `"relu"`): Activation of the MLP.
+        input_map (`str`, *optional*, defaults to `"none"`):
+            How points enter the stream: `"none"` (they are the stream), `"linear"`, or `"mlp"` (two layers, GELU). With
+            a map, point regression reads its output through a linear layer too.
+        input_norm (`bool`, *optional*, defaults to `False`): Whether the norm is applied to the embedded tokens.
+        output_dim (`int`, *optional*, defaults to `input_dim`): Width of what point regression predicts.
+        hidden_dropout_prob (`float`, *optional*, defaults to 0.0): Dropout on the output of each sublayer.
+        attention_probs_dropout_prob (`float`, *optional*, defaults to 0.0): Dropout on the attention maps.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of the word embeddings.
+
+    Example:
+
+    ```python
+    >>> from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
+
+    >>> config = RankEncoderConfig(input_dim=64, num_attention_heads=32, qk_rank=16, v_head_dim=16)
+    >>> model = RankEncoderForPointRegression(config)
+    ```"""
+
+    model_type = "rank_encoder"
+    keys_to_ignore_at_inference = ["hidden_states", "attentions"]
+
+    input_dim: int | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 1
+    qk_rank: int | list[int] | None = None
+    v_head_dim: int | list[int] | None = None
+    qk_norm: bool = False
+    qk_scale: float | int | None = None
+    output_scale: float | int | None = None
+    attention: Literal["softmax", "hardmax"] = "softmax"
+    attention_bias: bool = True
+    position: Literal["none", "additive", "concatenated"] = "none"
+    position_dim: int | None = None
+    max_position_embeddings: int = 512
+    norm: Literal["l2", "layer", "rms", "none"] = "l2"
+    norm_placement: Literal["post", "pre"] = "post"
+    norm_eps: float = 1e-6
+    use_skip: bool = True
+    use_mlp: bool = True
+    intermediate_size: int = 2048
+    hidden_act: str = "relu"
+    input_map: Literal["none", "linear", "mlp"] = "none"
+    input_norm: bool = False
+    output_dim: int | None = None
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if (self.input_dim is None) == (self.vocab_size is None):
+            raise ValueError(
+                f"give exactly one of `input_dim` (real-valued tokens) and `vocab_size` (discrete tokens), got "
+                f"input_dim={self.input_dim} and vocab_size={self.vocab_size}."
+            )
+        if self.position != "concatenated":
+            if self.position_dim:
+                raise ValueError(f"`position_dim`={self.position_dim} needs position='concatenated'.")
+            self.position_dim = 0
+        elif self.position_dim is None:
+            widened = self.hidden_size is not None and self.input_dim is not None and self.hidden_size > self.input_dim
+            self.position_dim = self.hidden_size - self.input_dim if widened else self.input_dim
+        if self.hidden_size is None:
+            if self.input_dim is None or self.input_map != "none":
+                raise ValueError("`hidden_size` has to be given unless points enter the stream as they are.")
+            self.hidden_size = self.input_dim + self.position_dim
+        if self.output_dim is None:
+            self.output_dim = self.input_dim
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        for name in (
+            "input_dim",
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "output_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        super().validate_architecture()
+        if not self.norm_eps > 0:
+            raise ValueError(f"`norm_eps` must be above 0, or a zero vector becomes NaN; got {self.norm_eps}.")
+        if self.output_scale is not None and not 0 < self.output_scale < math.inf:
+            raise ValueError(f"`output_scale` must be a positive finite number, got {self.output_scale}.")
+        if self.position == "concatenated" and not (self.position_dim and 0 < self.position_dim < self.hidden_size):
+            raise ValueError(
+                f"concatenated positions need 0 < position_dim < hidden_size, got position_dim={self.position_dim} and "
+                f"hidden_size={self.hidden_size}."
+            )
+        if self.vocab_size is not None and self.input_map != "none":
+            raise ValueError(f"`input_map`={self.input_map!r} maps points; a vocabulary has its embedding.")
+        token_width = self.hidden_size - self.position_dim
+        if self.input_dim is not None and self.input_map == "none" and token_width != self.input_dim:
+            raise ValueError(
+                f"points of width {self.input_dim} do not fill the stream: hidden_size={self.hidden_size} less "
+                f"position_dim={self.position_dim} is {token_width}. Change a width, or set input_map='linear'."
+            )
+        if self.input_map == "none" and self.output_dim is not None and self.output_dim > self.hidden_size:
+            raise ValueError(
+                f"`output_dim`={self.output_dim} is wider than the stream, hidden_size={self.hidden_size}."
+            )
+
+
+__all__ = ["RankEncoderConfig"]

@@ -1,0 +1,452 @@
+"""RankEncoder: the from-scratch encoder of the papers on attention rank, on real-valued tokens or on a vocabulary."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, TokenClassifierOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_rank_encoder import RankEncoderConfig
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention that keeps its maps: (batch, heads, n, width) each -> (batch, n, heads, v_head_dim), maps."""
+    logits = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    if module.hardmax:
+        maps = nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(value.dtype)
+    else:
+        maps = nn.functional.softmax(logits, dim=-1)
+    maps = nn.functional.dropout(maps, p=dropout, training=module.training)
+    return torch.matmul(maps, value).transpose(1, 2).contiguous(), maps
+
+
+def set_heads(module: nn.Module, config, layer_idx: int | None) -> None:
+    """Write the geometry of the layer on an attention module, as numbers."""
+    heads = config.head_geometry(layer_idx)
+    module.config = config
+    module.num_attention_heads, module.qk_rank, module.v_head_dim = heads.num_heads, heads.qk_rank, heads.v_head_dim
+    module.scaling = heads.qk_scale
+    temperature = nn.Parameter(torch.full((heads.num_heads,), math.log(heads.qk_rank))) if heads.qk_norm else None
+    module.register_parameter("log_temperature", temperature)
+
+
+def split_heads(states: torch.Tensor, num_heads: int, width: int) -> torch.Tensor:
+    """(batch, n, num_heads * width) -> (batch, num_heads, n, width). The count of heads is never left to be inferred."""
+    return states.view(*states.shape[:-1], num_heads, width).transpose(1, 2)
+
+
+def unit_norm(states: torch.Tensor) -> torch.Tensor:
+    """Rows of length one, computed in float32 at least, as half precision has no room for the squares."""
+    wide = states if states.dtype == torch.float64 else states.float()
+    return nn.functional.normalize(wide, dim=-1).to(states.dtype)
+
+
+def rank_attention(module, query, key, value, attention_mask, dropout, **kwargs):
+    """Attention through transformers' interface, with query/key and value widths free of each other.
+
+    Takes queries and keys (batch, heads, n, qk_rank) and values (batch, heads, n, v_head_dim); returns the joined heads
+    (batch, n, heads * v_head_dim), and the maps (batch, heads, n, n) where the implementation gives them.
+    """
+    if module.log_temperature is not None:
+        temperature = module.log_temperature.exp()[:, None, None].to(query.dtype)
+        query, key = unit_norm(query) * temperature, unit_norm(key)
+    implementation = module.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+    v_width = value.shape[-1]
+    # torch's CPU kernel is fast for equal widths and without dropout only; zeros change neither logits nor values.
+    if query.shape[-1] != v_width and implementation == "sdpa" and query.device.type == "cpu" and dropout == 0.0:
+        width = max(query.shape[-1], v_width)
+        query, key, value = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    joined, maps = attend(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
+    return joined[..., :v_width].flatten(2).contiguous(), maps
+
+
+def init_temperature(module: nn.Module) -> None:
+    """Start with logits of unit variance for isotropic queries and keys: qk_scale * qk_rank * cos = sqrt(qk_rank) * cos."""
+    if getattr(module, "log_temperature", None) is not None:
+        init.constant_(module.log_temperature, math.log(module.qk_rank))
+
+
+def check_config(model: nn.Module, config, expected: type) -> None:
+    """Refuse a configuration of another family before anything is built from it."""
+    if not isinstance(config, expected):
+        raise ValueError(
+            f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
+            f"configuration of this family use {expected.__name__}(**config.to_dict())."
+        )
+
+
+def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
+    """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
+    kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
+    try:
+        return load(pretrained_model_name_or_path, *model_args, **kwargs)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            kwargs.update(ignore_mismatched_sizes=True, output_loading_info=True)
+            _, info = load(pretrained_model_name_or_path, *model_args, **kwargs)
+        finally:
+            logging.set_verbosity(verbosity)
+        shapes = [
+            f"{key} is {tuple(ours)}, the config asks for {tuple(asked)}"
+            for key, ours, asked in info["mismatched_keys"]
+        ]
+        raise ValueError(
+            f"{len(shapes)} weights of {pretrained_model_name_or_path} do not fit the configuration: {sorted(shapes)[0]}. "
+            "A checkpoint keeps the `qk_rank`, `v_head_dim` and `num_labels` it was saved with: load it without "
+            "overriding them, or pass ignore_mismatched_sizes=True to start the misfits from fresh random weights."
+        ) from error
+
+
+class L2Norm(nn.Module):
+    """Rows of one learned length. Not RMSNorm: no sqrt(d), and one scalar instead of a gain per channel."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        wide = states if states.dtype == torch.float64 else states.float()
+        inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps**2)
+        return (wide * inverse).to(states.dtype) * self.scale.to(states.dtype)
+
+
+def make_norm(kind: str, width: int, eps: float) -> nn.Module:
+    if kind == "l2":
+        return L2Norm(eps)
+    if kind == "layer":
+        return nn.LayerNorm(width, eps=eps)
+    return nn.RMSNorm(width, eps=eps) if kind == "rms" else nn.Identity()
+
+
+class RankEncoderAttention(nn.Module):
+    """All heads of a layer in one module, however many there are."""
+
+    def __init__(self, config: RankEncoderConfig, layer_idx: int):
+        super().__init__()
+        set_heads(self, config, layer_idx)
+        width, bias = self.num_attention_heads * self.v_head_dim, config.attention_bias
+        self.query = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank, bias=bias)
+        self.key = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank, bias=bias)
+        self.value = nn.Linear(config.hidden_size, width, bias=bias)
+        self.output = nn.Linear(width, config.hidden_size, bias=bias)
+        mean_of_blocks = min(1.0, config.hidden_size / width)
+        self.output_scale = mean_of_blocks if config.output_scale is None else float(config.output_scale)
+        self.hardmax = config.attention == "hardmax"
+        self.dropout = config.attention_probs_dropout_prob
+        self.is_causal = False
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        query = split_heads(self.query(hidden_states), self.num_attention_heads, self.qk_rank)
+        key = split_heads(self.key(hidden_states), self.num_attention_heads, self.qk_rank)
+        value = split_heads(self.value(hidden_states), self.num_attention_heads, self.v_head_dim)
+        dropout = self.dropout if self.training else 0.0
+        joined, maps = rank_attention(self, query, key, value, attention_mask, dropout, **kwargs)
+        return nn.functional.linear(joined * self.output_scale, self.output.weight, self.output.bias), maps
+
+
+class RankEncoderMLP(nn.Module):
+    def __init__(self, config: RankEncoderConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(hidden_states)))
+
+
+class RankEncoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: RankEncoderConfig, layer_idx: int):
+        super().__init__()
+        self.use_skip, self.pre_norm = config.use_skip, config.norm_placement == "pre"
+        self.attention = RankEncoderAttention(config, layer_idx)
+        self.attention_norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
+        self.mlp = RankEncoderMLP(config) if config.use_mlp else None
+        self.mlp_norm = make_norm(config.norm, config.hidden_size, config.norm_eps) if config.use_mlp else None
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        entering = self.attention_norm(hidden_states) if self.pre_norm else hidden_states
+        update = self.dropout(self.attention(entering, attention_mask, **kwargs)[0])
+        hidden_states = hidden_states + update if self.use_skip else update
+        if not self.pre_norm:
+            hidden_states = self.attention_norm(hidden_states)
+        if self.mlp is None:
+            return hidden_states
+        update = self.dropout(self.mlp(self.mlp_norm(hidden_states) if self.pre_norm else hidden_states))
+        hidden_states = hidden_states + update if self.use_skip else update
+        return hidden_states if self.pre_norm else self.mlp_norm(hidden_states)
+
+
+class RankEncoderEmbeddings(nn.Module):
+    """Tokens (batch, n, input_dim) or ids (batch, n) -> the stream (batch, n, hidden_size)."""
+
+    def __init__(self, config: RankEncoderConfig):
+        super().__init__()
+        width = config.hidden_size - config.position_dim
+        self.position = config.position
+        if config.vocab_size is not None:
+            self.tokens: nn.Module = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        elif config.input_map == "linear":
+            self.tokens = nn.Linear(config.input_dim, width)
+        elif config.input_map == "mlp":
+            self.tokens = nn.Sequential(nn.Linear(config.input_dim, width), nn.GELU(), nn.Linear(width, width))
+        else:
+            self.tokens = nn.Identity()
+        if self.position != "none":
+            position_width = config.position_dim or config.hidden_size
+            self.position_embeddings = nn.Parameter(torch.empty(config.max_position_embeddings, position_width))
+        self.norm = make_norm(config.norm if config.input_norm else "none", config.hidden_size, config.norm_eps)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states = self.tokens(tokens)
+        if self.position != "none":
+            if states.shape[1] > len(self.position_embeddings):
+                raise ValueError(
+                    f"the sequence has {states.shape[1]} tokens, but the config has positions for "
+                    f"max_position_embeddings={len(self.position_embeddings)}."
+                )
+            positions = self.position_embeddings[: states.shape[1]].to(states.dtype)
+            if self.position == "additive":
+                states = states + positions
+            else:
+                states = torch.cat([states, positions.expand(len(states), -1, -1)], dim=-1)
+        return self.norm(states)
+
+
+class RankEncoderPreTrainedModel(PreTrainedModel):
+    config: RankEncoderConfig
+    base_model_prefix = "encoder"
+    main_input_name = "points"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _no_split_modules = ["RankEncoderLayer"]
+    _can_record_outputs = {"hidden_states": RankEncoderLayer, "attentions": RankEncoderAttention}
+    model_tags = ["rank-attention"]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """The papers' initialisation, drawn anew for every layer."""
+        init_temperature(module)
+        if isinstance(module, RankEncoderAttention):
+            # Xavier for the (3 d, d) matrix of one ordinary layer, whatever the number of heads
+            bound = math.sqrt(6 / (4 * self.config.hidden_size))
+            for projection in (module.query, module.key, module.value):
+                init.uniform_(projection.weight, -bound, bound)
+            bound = min(self.config.hidden_size, module.output.in_features) ** -0.5
+            init.uniform_(module.output.weight, -bound, bound)
+            for projection in (module.query, module.key, module.value, module.output):
+                if projection.bias is not None:
+                    init.zeros_(projection.bias)
+        elif isinstance(module, RankEncoderMLP):
+            for layer in (module.up, module.down):
+                init_linear(layer)
+        elif isinstance(module, RankEncoderEmbeddings):
+            for layer in module.tokens.modules():
+                if isinstance(layer, nn.Linear):
+                    init_linear(layer)
+                elif isinstance(layer, nn.Embedding):
+                    init.normal_(layer.weight, mean=0.0, std=self.config.initializer_range)
+                    if layer.padding_idx is not None:
+                        init.zeros_(layer.weight[layer.padding_idx])
+            if module.position != "none":
+                init.uniform_(module.position_embeddings, -1.0, 1.0)
+        elif isinstance(module, L2Norm):
+            init.ones_(module.scale)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, RankEncoderForPointRegression | RankEncoderForTokenClassification):
+            if isinstance(module.head, nn.Linear):
+                init_linear(module.head)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        load = super().from_pretrained
+        return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
+
+
+def init_linear(layer: nn.Linear) -> None:
+    bound = layer.in_features**-0.5
+    init.uniform_(layer.weight, -bound, bound)
+    if layer.bias is not None:
+        init.uniform_(layer.bias, -bound, bound)
+
+
+class RankEncoderModel(RankEncoderPreTrainedModel):
+    """Returns the stream of all tokens; with `queries`, of the points and then of the queries."""
+
+    def __init__(self, config: RankEncoderConfig):
+        check_config(self, config, RankEncoderConfig)
+        super().__init__(config)
+        self.embeddings = RankEncoderEmbeddings(config)
+        self.layers = nn.ModuleList([RankEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = make_norm(
+            config.norm if config.norm_placement == "pre" else "none", config.hidden_size, config.norm_eps
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embeddings.tokens
+
+    def set_input_embeddings(self, value):
+        self.embeddings.tokens = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        points: torch.FloatTensor | None = None,
+        queries: torch.FloatTensor | None = None,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        r"""
+        Args:
+            points (`torch.FloatTensor` of shape `(batch, n, input_dim)`, *optional*): Real-valued tokens.
+            queries (`torch.FloatTensor` of shape `(batch, m, input_dim)`, *optional*):
+                Further points that read the others and are read by nobody, themselves included.
+            input_ids (`torch.LongTensor` of shape `(batch, n)`, *optional*): Discrete tokens.
+            attention_mask (`torch.Tensor` of shape `(batch, n)`, *optional*): 1 for tokens, 0 for padding.
+        """
+        tokens = check_inputs(self.config, points, queries, input_ids, attention_mask)
+        states = self.embeddings(tokens)
+        if queries is not None:
+            if attention_mask is None:
+                attention_mask = torch.ones(points.shape[:2], dtype=torch.long, device=points.device)
+            attention_mask = nn.functional.pad(attention_mask, (0, queries.shape[1]))
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=states, attention_mask=attention_mask)
+        for layer in self.layers:
+            states = layer(states, mask, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.norm(states))
+
+
+def check_inputs(config, points, queries, input_ids, attention_mask) -> torch.Tensor:
+    """The tokens (points, then queries) or ids of one call, or a `ValueError` that names what is wrong."""
+    if config.vocab_size is not None:
+        if input_ids is None or points is not None or queries is not None:
+            raise ValueError(
+                f"this encoder reads `input_ids` (vocab_size={config.vocab_size}), not points or queries."
+            )
+        tokens = input_ids
+    else:
+        if points is None or input_ids is not None:
+            raise ValueError(f"this encoder reads `points` (input_dim={config.input_dim}), not input_ids.")
+        for name, given in (("points", points), ("queries", queries)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != config.input_dim):
+                raise ValueError(f"`{name}` must be (batch, n, {config.input_dim}), got {tuple(given.shape)}.")
+        tokens = points if queries is None else torch.cat([points, queries], dim=1)
+    asked = tokens.shape[0], (tokens if queries is None else points).shape[1]
+    if attention_mask is not None and tuple(attention_mask.shape) != asked:
+        raise ValueError(f"`attention_mask` must be {asked} like the tokens, got {tuple(attention_mask.shape)}.")
+    return tokens
+
+
+class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
+    """Predicts a vector for each token (for each query, where there are queries)."""
+
+    def __init__(self, config: RankEncoderConfig):
+        super().__init__(config)
+        self.encoder = RankEncoderModel(config)
+        if config.output_dim is None:
+            raise ValueError("point regression on a vocabulary needs `output_dim`, the width of what it predicts.")
+        direct = config.input_map == "none" and config.vocab_size is None
+        self.head = nn.Identity() if direct else nn.Linear(config.hidden_size, config.output_dim)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        points: torch.FloatTensor | None = None,
+        queries: torch.FloatTensor | None = None,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.FloatTensor | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutput:
+        r"""
+        Args:
+            labels (`torch.FloatTensor` of shape `(batch, n or m, output_dim)`, *optional*):
+                Target vectors. The loss is the squared distance, summed over the entries of a vector and averaged over
+                the tokens that are not padding: predicting zero for unit vectors costs 1.
+        """
+        outputs = self.encoder(
+            points=points, queries=queries, input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        )
+        states = outputs.last_hidden_state if queries is None else outputs.last_hidden_state[:, points.shape[1] :]
+        predictions = self.head(states)[..., : self.config.output_dim]
+        loss = None
+        if labels is not None:
+            if labels.shape != predictions.shape:
+                raise ValueError(f"`labels` must be {tuple(predictions.shape)}, got {tuple(labels.shape)}.")
+            errors = (predictions - labels.to(predictions.dtype)).square().sum(-1)
+            real = torch.ones_like(errors) if attention_mask is None or queries is not None else attention_mask
+            loss = (errors * real).sum() / real.sum()
+        return TokenClassifierOutput(
+            loss=loss, logits=predictions, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class RankEncoderForTokenClassification(RankEncoderPreTrainedModel):
+    """Predicts a class for each token (for each query, where there are queries)."""
+
+    def __init__(self, config: RankEncoderConfig):
+        super().__init__(config)
+        self.encoder = RankEncoderModel(config)
+        self.head = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        points: torch.FloatTensor | None = None,
+        queries: torch.FloatTensor | None = None,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutput:
+        r"""
+        Args:
+            labels (`torch.LongTensor` of shape `(batch, n or m)`, *optional*): Classes; -100 is left out of the loss.
+        """
+        outputs = self.encoder(
+            points=points, queries=queries, input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        )
+        states = outputs.last_hidden_state if queries is None else outputs.last_hidden_state[:, points.shape[1] :]
+        logits = self.head(states)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+__all__ = [
+    "RankEncoderForPointRegression",
+    "RankEncoderForTokenClassification",
+    "RankEncoderModel",
+    "RankEncoderPreTrainedModel",
+]

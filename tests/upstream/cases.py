@@ -1,0 +1,237 @@
+"""What is tested: model families, variants, and the thin test classes built for each pair.
+
+This file is used twice. ``run.py`` imports it for the tables (`FAMILIES`, `VARIANTS`, `NOT_APPLICABLE`), and copies it
+next to the unpacked tests of transformers, where `build` makes the test classes. Therefore nothing of the upstream
+tests may be imported at module level.
+
+The source distribution of transformers has the common tests but not ``tests/models/*``; the testers below play the
+part of ``BertModelTester`` and its like. The three variants of a family differ only in classes and configuration:
+
+* ``stock``: the classes of transformers, the baseline;
+* ``rank_none``: our classes with their default geometry;
+* ``rank_small``: our classes with narrow queries and keys, so that all widths differ.
+
+`PipelineTesterMixin` is left out: its tiny models come from the Hub and its pipeline tests are not in the sdist.
+`GenerationTesterMixin` and `ExportTesterMixin` are not in the sdist either; the classes inherit the stand-ins, or the
+real mixins if ``run.py --sdist`` was given a full checkout of the same version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import unittest
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+
+SEED = 0
+VARIANTS = ("stock", "rank_none", "rank_small")
+# 3 and 5 divide none of the tiny sizes below: a place which still assumes hidden_size / heads cannot work by luck.
+GEOMETRY: dict[str, dict[str, Any]] = {"stock": {}, "rank_none": {}, "rank_small": {"qk_rank": 3, "v_head_dim": 5}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family; `heads` are the class-name suffixes which all variants share."""
+
+    prefix: str
+    heads: tuple[str, ...]
+    config: dict[str, Any]
+    # Given to ConfigTester, which checks that they survive every kind of round trip.
+    config_test: dict[str, Any]
+    # Class and extra configuration of test_training_overfit: it feeds labels of the shape of input_ids.
+    overfit: tuple[str, dict[str, Any]]
+    masked: bool = True
+    # The label which ForPreTraining needs besides `labels` to return a loss.
+    sentence_label: str = ""
+    has_stock: bool = True
+    # Test names which upstream itself switches off for this family, with its reason.
+    upstream_skips: dict[str, str] = field(default_factory=dict)
+
+    def class_name(self, suffix: str, variant: str) -> str:
+        return ("Rank" if variant != "stock" and self.has_stock else "") + self.prefix + suffix
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return VARIANTS if self.has_stock else VARIANTS[1:]
+
+
+BERT_LIKE = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 16,
+}
+FAMILIES = {
+    "bert": Family(
+        prefix="Bert",
+        heads=(
+            "Model",
+            "LMHeadModel",
+            "ForPreTraining",
+            "ForMaskedLM",
+            "ForNextSentencePrediction",
+            "ForSequenceClassification",
+            "ForMultipleChoice",
+            "ForTokenClassification",
+            "ForQuestionAnswering",
+        ),
+        config=BERT_LIKE,
+        config_test={"hidden_size": 32},
+        overfit=("LMHeadModel", {"is_decoder": True}),
+        sentence_label="next_sentence_label",
+    ),
+    "albert": Family(
+        prefix="Albert",
+        heads=(
+            "Model",
+            "ForPreTraining",
+            "ForMaskedLM",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+            "ForQuestionAnswering",
+            "ForMultipleChoice",
+        ),
+        # As many groups as layers: the common tests count one set of weights per layer.
+        config=BERT_LIKE | {"embedding_size": 8, "num_hidden_groups": 2, "inner_group_num": 1},
+        config_test={"hidden_size": 32},
+        # Embeddings of width 8 are too narrow to learn 99 tokens within the given steps.
+        overfit=("ForMaskedLM", {"embedding_size": 32}),
+        sentence_label="sentence_order_label",
+    ),
+    "xlnet": Family(
+        prefix="XLNet",
+        heads=(
+            "Model",
+            "LMHeadModel",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+            "ForMultipleChoice",
+            "ForQuestionAnsweringSimple",
+            "ForQuestionAnswering",
+        ),
+        config={
+            "vocab_size": 99,
+            "d_model": 32,
+            "n_head": 4,
+            "d_inner": 37,
+            "n_layer": 2,
+            "mem_len": 10,
+            "reuse_len": 15,
+            "initializer_range": 0.05,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 5,
+        },
+        config_test={"d_inner": 37},
+        # Not the LM head: without a permutation mask it learns to copy its input, and then generates nonsense.
+        overfit=("ForTokenClassification", {"num_labels": 99}),
+        masked=False,
+        upstream_skips={"test_retain_grad_hidden_states_attentions": "XLNet keeps no gradients in its outputs"},
+    ),
+}
+
+# (family, variant, test name): why a test which passes for stock cannot pass for ours.
+NOT_APPLICABLE: dict[tuple[str, str, str], str] = {}
+
+
+class Tester:
+    """Stands in for the ModelTester classes of tests/models: tiny configurations and random inputs."""
+
+    batch_size, seq_length, num_choices, is_training = 13, 7, 4, True
+
+    def __init__(self, family: Family, config_class: type, config: dict[str, Any], common: Any) -> None:
+        self.family, self.config_class, self.config, self.common = family, config_class, config, common
+        tiny = self.get_config()
+        self.hidden_size, self.vocab_size = tiny.hidden_size, tiny.vocab_size
+        self.num_hidden_layers, self.num_attention_heads = tiny.num_hidden_layers, tiny.num_attention_heads
+
+    def get_config(self) -> Any:
+        return self.config_class(**self.config)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
+        shape = [self.batch_size, self.seq_length]
+        inputs = {"input_ids": self.common.ids_tensor(shape, self.vocab_size)}
+        if self.family.masked:
+            inputs["token_type_ids"] = self.common.ids_tensor(shape, self.config["type_vocab_size"])
+            inputs["attention_mask"] = self.common.random_attention_mask(shape)
+        return self.get_config(), inputs
+
+
+def teach_names(common: Any, family: Family, config_class: Any, stock_type: str) -> None:
+    """Make the common tests treat our classes as they treat their stock twins.
+
+    They choose inputs, labels and skips by looking class names up in the name tables of the Auto classes. Only the
+    test module gets longer tables; transformers itself stays as it is.
+    """
+
+    def ours(name: str | tuple[str, ...]) -> Any:
+        return "Rank" + name if isinstance(name, str) else tuple("Rank" + part for part in name)
+
+    for table in [name for name in vars(common) if name.endswith("MAPPING_NAMES")]:
+        names = dict(getattr(common, table))
+        if stock_type in names:
+            setattr(common, table, names | {config_class.model_type: ours(names[stock_type])})
+    common.UNSHIFTED_LM_HEADS = {*common.UNSHIFTED_LM_HEADS, *map(ours, common.UNSHIFTED_LM_HEADS)}
+
+
+def build(family_name: str, variant: str) -> dict[str, type]:
+    """The test class for one family and variant, under the name pytest shall show; call inside the unpacked tests."""
+    import torch
+    import transformers
+
+    def upstream(module: str) -> Any:
+        return importlib.import_module("." + module, __package__)
+
+    family, common, config_test = FAMILIES[family_name], upstream("test_modeling_common"), GEOMETRY[variant]
+    source = importlib.import_module("transformers" if variant == "stock" else "hf_rankattn")
+    config_class: Any = getattr(source, family.class_name("Config", variant))
+    classes = {suffix: getattr(source, family.class_name(suffix, variant)) for suffix in family.heads}
+    if variant != "stock":
+        twin = getattr(transformers, family.prefix + "Config", transformers.BertConfig)
+        teach_names(common, family, config_class, twin.model_type)
+
+    class Base(common.ModelTesterMixin, upstream("test_training_mixin").TrainingTesterMixin):  # type: ignore[misc]
+        all_model_classes = tuple(classes.values())
+        model_tester: Any = None  # TrainingTesterMixin declares it abstract
+
+        def setUp(self) -> None:
+            # Same inputs and weights for every variant, in whatever order and selection the tests run.
+            transformers.set_seed(SEED)
+            common.global_rng.seed(SEED)
+            self.model_tester = Tester(family, config_class, family.config | GEOMETRY[variant], common)
+            self.config_tester = upstream("test_configuration_common").ConfigTester(
+                self, config_class=config_class, **family.config_test, **config_test
+            )
+            if reason := family.upstream_skips.get(self._testMethodName):
+                self.skipTest(reason)
+
+        def _prepare_for_class(self, inputs_dict: Any, model_class: type, return_labels: bool = False) -> Any:
+            inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
+            zeros = torch.zeros(self.model_tester.batch_size, dtype=torch.long)
+            if return_labels and model_class is classes.get("ForPreTraining"):
+                inputs["labels"] = torch.zeros_like(inputs["input_ids"])
+                inputs[family.sentence_label] = zeros
+            # XLNet has two heads for this task and the Auto classes know the simple one only.
+            if return_labels and model_class is classes.get("ForQuestionAnswering"):
+                inputs |= {"start_positions": zeros, "end_positions": zeros.clone()}
+            return inputs
+
+        def test_config(self) -> None:
+            self.config_tester.run_common_tests()
+
+        def test_training_overfit(self) -> None:
+            suffix, extra = family.overfit
+            self.model_tester.causal_lm_class = classes[suffix]
+            with mock.patch.object(self.model_tester, "config", self.model_tester.config | extra):
+                super().test_training_overfit()
+
+    bases: tuple[type, ...] = (Base, unittest.TestCase)
+    if any(model_class.can_generate() for model_class in classes.values()):
+        bases = (Base, upstream("generation.test_utils").GenerationTesterMixin, unittest.TestCase)
+    name = f"{family_name}_{variant}"
+    return {name: type(name, bases, {"__module__": __name__})}
