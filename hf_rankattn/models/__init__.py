@@ -1,4 +1,6 @@
-from .budget import ParameterCounts, equal_budget_grid, parameter_counts
+from .budget import ParameterCounts as ParameterCounts
+from .budget import equal_budget_grid as equal_budget_grid
+from .budget import parameter_counts as parameter_counts
 from .rank_albert import *  # noqa: F403
 from .rank_bert import *  # noqa: F403
 from .rank_encoder import *  # noqa: F403

@@ -40,9 +40,9 @@ class Family:
     config: dict[str, Any]
     # Given to ConfigTester, which checks that they survive every kind of round trip.
     config_test: dict[str, Any]
-    # Class and extra configuration of test_training_overfit: it feeds labels of the shape of input_ids.
-    overfit: tuple[str, dict[str, Any]]
-    masked: bool = True
+    inputs: tuple[str, ...] = ("input_ids", "token_type_ids", "attention_mask")
+    # Class and extra configuration of test_training_overfit, which feeds ids and labels of the same shape.
+    overfit: tuple[str, dict[str, Any]] | None = None
     # The label which ForPreTraining needs besides `labels` to return a loss.
     sentence_label: str = ""
     has_stock: bool = True
@@ -50,7 +50,12 @@ class Family:
     upstream_skips: dict[str, str] = field(default_factory=dict)
 
     def class_name(self, suffix: str, variant: str) -> str:
-        return ("Rank" if variant != "stock" and self.has_stock else "") + self.prefix + suffix
+        return ("" if variant == "stock" else "Rank") + self.prefix + suffix
+
+    @property
+    def twin(self) -> str:
+        """Prefix of the stock classes which the tests know; a family without stock classes is treated like BERT."""
+        return self.prefix if self.has_stock else "Bert"
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -130,8 +135,26 @@ FAMILIES = {
         config_test={"d_inner": 37},
         # Not the LM head: without a permutation mask it learns to copy its input, and then generates nonsense.
         overfit=("ForTokenClassification", {"num_labels": 99}),
-        masked=False,
+        inputs=("input_ids",),
         upstream_skips={"test_retain_grad_hidden_states_attentions": "XLNet keeps no gradients in its outputs"},
+    ),
+    "rank_encoder": Family(
+        prefix="Encoder",
+        heads=("Model", "ForPointRegression", "ForTokenClassification"),
+        config={
+            "input_dim": 6,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 37,
+            "input_map": "linear",
+            "position": "additive",
+            "max_position_embeddings": 128,
+        },
+        config_test={"input_dim": 6, "hidden_size": 32, "input_map": "linear"},
+        inputs=("points", "attention_mask"),
+        has_stock=False,
+        upstream_skips={"test_training_overfit": "trains on token ids only"},
     ),
 }
 
@@ -155,28 +178,29 @@ class Tester:
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
         shape = [self.batch_size, self.seq_length]
-        inputs = {"input_ids": self.common.ids_tensor(shape, self.vocab_size)}
-        if self.family.masked:
-            inputs["token_type_ids"] = self.common.ids_tensor(shape, self.config["type_vocab_size"])
-            inputs["attention_mask"] = self.common.random_attention_mask(shape)
-        return self.get_config(), inputs
+        make = {
+            "input_ids": lambda: self.common.ids_tensor(shape, self.vocab_size),
+            "token_type_ids": lambda: self.common.ids_tensor(shape, self.config["type_vocab_size"]),
+            "attention_mask": lambda: self.common.random_attention_mask(shape),
+            "points": lambda: self.common.floats_tensor([*shape, self.config["input_dim"]]),
+        }
+        return self.get_config(), {name: make[name]() for name in self.family.inputs}
 
 
-def teach_names(common: Any, family: Family, config_class: Any, stock_type: str) -> None:
+def teach_names(common: Any, family: Family, model_type: str, stock_type: str) -> None:
     """Make the common tests treat our classes as they treat their stock twins.
 
     They choose inputs, labels and skips by looking class names up in the name tables of the Auto classes. Only the
     test module gets longer tables; transformers itself stays as it is.
     """
-
-    def ours(name: str | tuple[str, ...]) -> Any:
-        return "Rank" + name if isinstance(name, str) else tuple("Rank" + part for part in name)
-
+    ours = {family.twin + suffix: family.class_name(suffix, "rank") for suffix in family.heads}
     for table in [name for name in vars(common) if name.endswith("MAPPING_NAMES")]:
         names = dict(getattr(common, table))
-        if stock_type in names:
-            setattr(common, table, names | {config_class.model_type: ours(names[stock_type])})
-    common.UNSHIFTED_LM_HEADS = {*common.UNSHIFTED_LM_HEADS, *map(ours, common.UNSHIFTED_LM_HEADS)}
+        stock = names.get(stock_type, ())
+        twins = tuple(ours[name] for name in ([stock] if isinstance(stock, str) else stock) if name in ours)
+        if twins:
+            setattr(common, table, names | {model_type: twins})
+    common.UNSHIFTED_LM_HEADS = common.UNSHIFTED_LM_HEADS | {ours.get(name, name) for name in common.UNSHIFTED_LM_HEADS}
 
 
 def build(family_name: str, variant: str) -> dict[str, type]:
@@ -187,44 +211,55 @@ def build(family_name: str, variant: str) -> dict[str, type]:
     def upstream(module: str) -> Any:
         return importlib.import_module("." + module, __package__)
 
-    family, common, config_test = FAMILIES[family_name], upstream("test_modeling_common"), GEOMETRY[variant]
+    family, geometry, common = FAMILIES[family_name], GEOMETRY[variant], upstream("test_modeling_common")
     source = importlib.import_module("transformers" if variant == "stock" else "hf_rankattn")
     config_class: Any = getattr(source, family.class_name("Config", variant))
     classes = {suffix: getattr(source, family.class_name(suffix, variant)) for suffix in family.heads}
     if variant != "stock":
-        twin = getattr(transformers, family.prefix + "Config", transformers.BertConfig)
-        teach_names(common, family, config_class, twin.model_type)
+        teach_names(common, family, config_class.model_type, getattr(transformers, family.twin + "Config").model_type)
 
     class Base(common.ModelTesterMixin, upstream("test_training_mixin").TrainingTesterMixin):  # type: ignore[misc]
         all_model_classes = tuple(classes.values())
         model_tester: Any = None  # TrainingTesterMixin declares it abstract
+        test_resize_embeddings = "input_ids" in family.inputs
 
         def setUp(self) -> None:
+            if reason := family.upstream_skips.get(self._testMethodName):
+                self.skipTest(reason)
             # Same inputs and weights for every variant, in whatever order and selection the tests run.
             transformers.set_seed(SEED)
             common.global_rng.seed(SEED)
-            self.model_tester = Tester(family, config_class, family.config | GEOMETRY[variant], common)
-            self.config_tester = upstream("test_configuration_common").ConfigTester(
-                self, config_class=config_class, **family.config_test, **config_test
-            )
-            if reason := family.upstream_skips.get(self._testMethodName):
-                self.skipTest(reason)
+            self.model_tester = Tester(family, config_class, family.config | geometry, common)
 
         def _prepare_for_class(self, inputs_dict: Any, model_class: type, return_labels: bool = False) -> Any:
             inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
             zeros = torch.zeros(self.model_tester.batch_size, dtype=torch.long)
             if return_labels and model_class is classes.get("ForPreTraining"):
-                inputs["labels"] = torch.zeros_like(inputs["input_ids"])
-                inputs[family.sentence_label] = zeros
+                inputs |= {"labels": torch.zeros_like(inputs["input_ids"]), family.sentence_label: zeros}
             # XLNet has two heads for this task and the Auto classes know the simple one only.
             if return_labels and model_class is classes.get("ForQuestionAnswering"):
                 inputs |= {"start_positions": zeros, "end_positions": zeros.clone()}
+            if return_labels and model_class is classes.get("ForPointRegression"):
+                inputs["labels"] = torch.zeros_like(inputs["points"])
             return inputs
 
+        def prepare_config_and_inputs_for_generate(self, *args: Any, **kwargs: Any) -> Any:
+            config, inputs = super().prepare_config_and_inputs_for_generate(*args, **kwargs)
+            config.is_decoder = True  # BERT masks the future only then
+            return config, inputs
+
         def test_config(self) -> None:
-            self.config_tester.run_common_tests()
+            tester = upstream("test_configuration_common").ConfigTester(
+                self, config_class, "input_ids" in family.inputs, **family.config_test, **geometry
+            )
+            if family.has_stock:
+                tester.run_common_tests()
+            else:  # a configuration which must be told its input has no defaults to check
+                for check in [name for name in dir(tester) if name.startswith("create_and_test")]:
+                    getattr(tester, check)()
 
         def test_training_overfit(self) -> None:
+            assert family.overfit
             suffix, extra = family.overfit
             self.model_tester.causal_lm_class = classes[suffix]
             with mock.patch.object(self.model_tester, "config", self.model_tester.config | extra):

@@ -219,6 +219,11 @@ class RankXLNetConfig(RankConfigMixin, XLNetConfig):
     qk_norm: bool = False
     qk_scale: float | int | None = None
 
+    def __post_init__(self, **kwargs):
+        if self.n_head < 1:
+            raise ValueError(f"`n_head` must be at least 1, got {self.n_head}.")
+        super().__post_init__(**kwargs)
+
     def validate_architecture(self):
         super().validate_architecture()
         if self.d_head != self.d_model // self.n_head:

@@ -1,0 +1,200 @@
+"""Configurations: bad input is refused with a way out, good input survives a round trip."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET
+
+from hf_rankattn import RankBertModel, RankEncoderConfig, RankEncoderForPointRegression, RankEncoderModel
+from transformers import AutoConfig
+
+
+BAD_FIELDS = {
+    "rank-zero": ({"qk_rank": 0}, "`qk_rank` is a width and must be an integer of at least 1, got 0"),
+    "rank-negative": ({"qk_rank": -3}, "at least 1, got -3"),
+    "rank-string": ({"qk_rank": "three"}, "at least 1, got 'three'"),
+    "rank-float": ({"qk_rank": 4.0}, "at least 1, got 4.0"),
+    "rank-bool": ({"qk_rank": True}, "at least 1, got True"),
+    "rank-list-too-short": ({"qk_rank": [4]}, "one integer per"),
+    "rank-list-too-long": ({"qk_rank": [4] * 9}, "one integer per"),
+    "rank-list-of-strings": ({"qk_rank": ["4"] * 3}, "qk_rank"),
+    "value-zero": ({"v_head_dim": 0}, "`v_head_dim` is a width"),
+    "norm-string": ({"qk_norm": "yes"}, "`qk_norm` is a switch"),
+    "norm-none": ({"qk_norm": None}, "`qk_norm` is a switch"),
+    "scale-zero": ({"qk_scale": 0.0}, "`qk_scale` multiplies the logits"),
+    "scale-nan": ({"qk_scale": float("nan")}, "`qk_scale` multiplies the logits"),
+    "scale-infinite": ({"qk_scale": float("inf")}, "`qk_scale` multiplies the logits"),
+    "scale-string": ({"qk_scale": "0.1"}, "`qk_scale` multiplies the logits"),
+    "head-dim": ({"head_dim": 4}, "Set `qk_rank`"),
+    "heads-do-not-divide": ({"num_attention_heads": 5}, "set `qk_rank`"),
+    "heads-do-not-divide-values": ({"num_attention_heads": 5, "qk_rank": 4}, "set `v_head_dim`"),
+    "no-heads": ({"num_attention_heads": 0, "qk_rank": 4, "v_head_dim": 4}, "at least 1"),
+    "layer-rank-zero": ({"per_layer_config": {0: {"qk_rank": 0}}}, "at least 1, got 0"),
+    "layer-rank-string": ({"per_layer_config": {0: {"qk_rank": "4"}}}, "qk_rank"),
+    "layer-out-of-range": ({"per_layer_config": {77: {"qk_rank": 2}}}, "77"),
+    "layer-foreign-field": ({"per_layer_config": {0: {"initializer_range": 0.5}}}, "may set qk_rank"),
+    "layer-skip": ({"per_layer_config": {0: {"skip": ["mlp"]}}}, "would not apply"),
+    "foreign-model-type": ({"model_type": "gpt2"}, "expected 'rank_"),
+    "stock-field-of-wrong-type": ({"vocab_size": "many"}, "vocab_size"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+class TestBadInput:
+    @pytest.mark.parametrize("fields, message", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
+    def test_the_config_refuses(self, family, fields, message):
+        if family is XLNET and "num_attention_heads" in fields:
+            fields = {"n_head" if name == "num_attention_heads" else name: value for name, value in fields.items()}
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")) as caught:
+            family.rank_config(**fields)
+        # and code written against transformers' strict configs still catches it
+        assert isinstance(caught.value, StrictDataclassError)
+        assert type(family.rank_config()).__name__ in str(caught.value)
+
+    @pytest.mark.parametrize("fields", [{"head_dim": 4}, {"qk_rank": 0}, {"per_layer_config": {0: {"qk_rank": 0}}}])
+    def test_from_pretrained_refuses_the_same_overrides(self, family, fields, tmp_path):
+        family.rank("Model")(family.rank_config()).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="qk_rank"):
+            family.rank("Model").from_pretrained(tmp_path, **fields)
+        with pytest.raises(ValueError, match="qk_rank"):
+            AutoConfig.from_pretrained(tmp_path, **fields)
+
+    def test_a_config_of_another_family_builds_nothing(self, family):
+        for other in FAMILIES:
+            if other is not family:
+                with pytest.raises(ValueError, match=f"is built from a Rank{family.name}Config, got a Rank{other.name}"):
+                    family.rank("Model")(other.rank_config())
+                for suffix in family.suffixes[1:2]:
+                    with pytest.raises(ValueError, match="is built from"):
+                        family.rank(suffix)(other.rank_config())
+
+    def test_a_stock_config_object_is_refused_with_the_way_out(self, family):
+        with pytest.raises(ValueError, match=r"use Rank\w+Config\(\*\*config.to_dict\(\)\)"):
+            family.rank("Model")(family.stock_config())
+        assert family.rank("Model")(family.rank("Config")(**family.stock_config().to_dict()))
+
+    def test_a_checkpoint_of_another_family_is_refused(self, family, tmp_path):
+        other = ALBERT if family is not ALBERT else BERT
+        other.stock("Model")(other.stock_config()).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=f"got a configuration of model type '{other.name.lower()}'"):
+            family.rank("Model").from_pretrained(tmp_path)
+
+    def test_shapes_that_do_not_fit_say_which_and_what_to_do(self, family, tmp_path):
+        family.stock("Model")(family.stock_config()).save_pretrained(tmp_path)
+        for fields in ({"qk_rank": 3}, {"v_head_dim": 3}):
+            with pytest.raises(ValueError, match="do not fit the configuration: .* the config asks for .* load it without"):
+                family.rank("Model").from_pretrained(tmp_path, **fields)
+        model = family.rank("Model").from_pretrained(tmp_path, qk_rank=3, ignore_mismatched_sizes=True)
+        assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).last_hidden_state).all()
+
+    def test_a_pickled_checkpoint_is_not_read(self, family, tmp_path):
+        model = family.rank("Model")(family.rank_config())
+        model.config.save_pretrained(tmp_path)
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        with pytest.raises(OSError, match="safetensors"):
+            family.rank("Model").from_pretrained(tmp_path)
+
+    def test_a_config_spoilt_after_its_making_builds_nothing(self, family):
+        config = family.rank_config(qk_rank=4)
+        config.qk_rank = 0
+        with pytest.raises(ValueError, match="at least 1, got 0"):
+            family.rank("Model")(config)
+
+
+def test_albert_refuses_a_value_for_one_layer_of_a_group():
+    with pytest.raises(ValueError, match="layers 0 to 1 are group 0 and share one set of weights"):
+        ALBERT.rank_config(per_layer_config={0: {"qk_rank": 4}})
+    with pytest.raises(ValueError, match="one integer per group, because the layers of a group share their weights"):
+        ALBERT.rank_config(qk_rank=[4, 4, 8, 8])
+    config = ALBERT.rank_config(per_layer_config={2: {"qk_rank": 4}, 3: {"qk_rank": 4}})
+    assert [config.head_geometry(layer).qk_rank for layer in range(4)] == [8, 8, 4, 4]
+
+
+def test_xlnet_refuses_a_head_width_that_it_would_ignore():
+    with pytest.raises(ValueError, match="`d_head`=3 would be ignored"):
+        XLNET.rank_config(d_head=3)
+
+
+def test_two_values_for_one_layer_are_refused():
+    with pytest.raises(ValueError, match="layer 1 gets two values of `qk_rank`"):
+        BERT.rank_config(qk_rank=[1, 2, 3], per_layer_config={1: {"qk_rank": 5}})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"qk_rank": 3, "v_head_dim": 5, "qk_norm": True, "qk_scale": 0.3},
+        {"qk_rank": [2, 5], "v_head_dim": 3},
+        {"per_layer_config": {2: {"qk_rank": 4}, 3: {"qk_rank": 4}}},
+    ],
+    ids=["defaults", "all-four", "list", "per-layer"],
+)
+def test_configs_survive_a_round_trip(family, fields, tmp_path):
+    layers = {"n_layer": 4} if family is XLNET else {"num_hidden_layers": 4}
+    if isinstance(fields.get("qk_rank"), list) and family is not ALBERT:
+        fields = {**fields, "qk_rank": [2, 5, 2, 5]}
+    config = family.rank_config(**layers, **fields)
+    config.save_pretrained(tmp_path)
+    for loaded in (AutoConfig.from_pretrained(tmp_path), type(config).from_pretrained(tmp_path)):
+        assert type(loaded) is type(config)
+        assert {**loaded.to_dict(), "_name_or_path": ""} == config.to_dict()
+        assert [loaded.head_geometry(i) for i in range(4)] == [config.head_geometry(i) for i in range(4)]
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == f"rank_{family.name.lower()}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_predictions_stay_plain_arrays(family):
+    assert {"hidden_states", "attentions"} <= set(family.rank_config().keys_to_ignore_at_inference)
+
+
+BAD_ENCODERS = {
+    "neither-input": ({}, "exactly one of `input_dim`"),
+    "both-inputs": ({"input_dim": 4, "vocab_size": 9}, "exactly one of `input_dim`"),
+    "rank-zero": ({"input_dim": 4, "qk_rank": 0}, "at least 1, got 0"),
+    "head-dim": ({"input_dim": 4, "head_dim": 2}, "Set `qk_rank`"),
+    "eps-zero": ({"input_dim": 4, "norm_eps": 0.0}, "must be above 0"),
+    "unknown-norm": ({"input_dim": 4, "norm": "batch"}, "norm"),
+    "unknown-attention": ({"input_dim": 4, "attention": "linear"}, "attention"),
+    "position-width-alone": ({"input_dim": 4, "position_dim": 2}, "needs position='concatenated'"),
+    "stream-not-filled": ({"input_dim": 4, "hidden_size": 9}, "do not fill the stream"),
+    "vocabulary-without-width": ({"vocab_size": 9}, "`hidden_size` has to be given"),
+    "map-of-a-vocabulary": ({"vocab_size": 9, "hidden_size": 4, "input_map": "mlp"}, "maps points"),
+    "output-too-wide": ({"input_dim": 4, "output_dim": 5}, "wider than the stream"),
+    "no-layers": ({"input_dim": 4, "num_hidden_layers": 0}, "`num_hidden_layers` must be at least 1"),
+    "scale-negative": ({"input_dim": 4, "output_scale": -1.0}, "`output_scale` must be"),
+}
+
+
+@pytest.mark.parametrize("fields, message", BAD_ENCODERS.values(), ids=BAD_ENCODERS.keys())
+def test_the_encoder_config_refuses(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RankEncoderConfig(**fields)
+
+
+def test_encoder_inputs_that_do_not_fit():
+    model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=4, position="additive", max_position_embeddings=5))
+    points = torch.randn(2, 3, 4)
+    for kwargs, message in [
+        ({"input_ids": torch.ones(2, 3, dtype=torch.long)}, "reads `points`"),
+        ({"points": torch.randn(2, 3, 5)}, r"`points` must be \(batch, n, 4\), got \(2, 3, 5\)"),
+        ({"points": points, "queries": torch.randn(2, 4)}, "`queries` must be"),
+        ({"points": points, "labels": torch.randn(2, 3)}, "`labels` must be"),
+        ({"points": points, "attention_mask": torch.ones(2, 4)}, "`attention_mask` must be"),
+        ({"points": torch.randn(2, 6, 4)}, "max_position_embeddings=5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(**kwargs)
+    words = RankEncoderModel(RankEncoderConfig(vocab_size=7, hidden_size=4))
+    with pytest.raises(ValueError, match="reads `input_ids`"):
+        words(points=points)
+    with pytest.raises(ValueError, match="needs `output_dim`"):
+        RankEncoderForPointRegression(words.config)
+    with pytest.raises(ValueError, match="is built from a RankEncoderConfig, got a RankBertConfig"):
+        RankEncoderModel(BERT.rank_config())
+    with pytest.raises(ValueError, match="is built from a RankBertConfig, got a RankEncoderConfig"):
+        RankBertModel(words.config)
