@@ -288,3 +288,18 @@ class TestUnitNorm:
             for weight in model.parameters():
                 weight.zero_()
         assert torch.isfinite(model(**tiny_inputs(family, "Model")).last_hidden_state).all()
+
+
+def test_a_head_of_the_users_own_is_built_the_usual_way():
+    class Regressor(BERT.rank("PreTrainedModel")):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = BERT.rank("Model")(config)
+            self.head = torch.nn.Linear(config.hidden_size, 1)
+            self.post_init()
+
+        def forward(self, input_ids):
+            return self.head(self.bert(input_ids).pooler_output)
+
+    model = Regressor(BERT.rank_config(qk_rank=2))
+    assert model(torch.ones(2, 5, dtype=torch.long)).shape == (2, 1)

@@ -197,7 +197,8 @@ def show(results: dict[tuple[str, str], Outcomes], worse: list[dict[str, Any]]) 
                 print(f"fails for ours but is skipped for stock, so not compared: {family} {variant} {name}")
     if all(variant == "stock" for _, variant in results):
         return
-    print("\nPassed for stock, not for ours:" if worse else "\nAll tests which pass for stock pass for ours.")
+    heading = "Passed for stock but not for ours (without stock classes: failed):"
+    print("\n" + (heading if worse else "All tests which pass for stock pass for ours."))
     for one in worse:
         note = f"not applicable: {one['not_applicable']}" if one["not_applicable"] else one["message"]
         print(f"  {one['family']} {one['variant']} {one['test']}: {one['outcome']}: {' '.join(note.split())[:200]}")

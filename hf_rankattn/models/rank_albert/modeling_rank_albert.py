@@ -7,7 +7,7 @@ from types import CodeType, FunctionType
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.albert.modeling_albert import (
     AlbertAttention,
     AlbertForMaskedLM,
@@ -183,6 +183,18 @@ class RankAlbertPreTrainedModel(AlbertPreTrainedModel):
     _supports_flex_attn = False
     model_tags = ["rank-attention"]
 
+    def __init__(self, config, *args, **kwargs):
+        check_config(self, config, RankAlbertConfig)
+        names = (
+            {"AlbertTransformer": RankAlbertTransformer}
+            if isinstance(self, AlbertModel)
+            else {"AlbertModel": RankAlbertModel}
+        )
+        build = super().__init__.__func__  # that of the stock class, or of PreTrainedModel below a class of the user's
+        if build is not PreTrainedModel.__init__:
+            build = rebind(build, **names)
+        build(self, config, *args, **kwargs)
+
     def _init_weights(self, module):
         super()._init_weights(module)
         init_temperature(module)
@@ -194,34 +206,31 @@ class RankAlbertPreTrainedModel(AlbertPreTrainedModel):
 
 
 class RankAlbertModel(RankAlbertPreTrainedModel, AlbertModel):
-    def __init__(self, config, add_pooling_layer=True):
-        check_config(self, config, RankAlbertConfig)
-        build = rebind(AlbertModel.__init__, AlbertTransformer=RankAlbertTransformer)
-        build(self, config, add_pooling_layer=add_pooling_layer)
+    """[`~transformers.AlbertModel`] on rank attention."""
 
 
 class RankAlbertForPreTraining(RankAlbertPreTrainedModel, AlbertForPreTraining):
-    __init__ = rebind(AlbertForPreTraining.__init__, AlbertModel=RankAlbertModel)
+    """[`~transformers.AlbertForPreTraining`] on rank attention."""
 
 
 class RankAlbertForMaskedLM(RankAlbertPreTrainedModel, AlbertForMaskedLM):
-    __init__ = rebind(AlbertForMaskedLM.__init__, AlbertModel=RankAlbertModel)
+    """[`~transformers.AlbertForMaskedLM`] on rank attention."""
 
 
 class RankAlbertForSequenceClassification(RankAlbertPreTrainedModel, AlbertForSequenceClassification):
-    __init__ = rebind(AlbertForSequenceClassification.__init__, AlbertModel=RankAlbertModel)
+    """[`~transformers.AlbertForSequenceClassification`] on rank attention."""
 
 
 class RankAlbertForTokenClassification(RankAlbertPreTrainedModel, AlbertForTokenClassification):
-    __init__ = rebind(AlbertForTokenClassification.__init__, AlbertModel=RankAlbertModel)
+    """[`~transformers.AlbertForTokenClassification`] on rank attention."""
 
 
 class RankAlbertForQuestionAnswering(RankAlbertPreTrainedModel, AlbertForQuestionAnswering):
-    __init__ = rebind(AlbertForQuestionAnswering.__init__, AlbertModel=RankAlbertModel)
+    """[`~transformers.AlbertForQuestionAnswering`] on rank attention."""
 
 
 class RankAlbertForMultipleChoice(RankAlbertPreTrainedModel, AlbertForMultipleChoice):
-    __init__ = rebind(AlbertForMultipleChoice.__init__, AlbertModel=RankAlbertModel)
+    """[`~transformers.AlbertForMultipleChoice`] on rank attention."""
 
 
 __all__ = [

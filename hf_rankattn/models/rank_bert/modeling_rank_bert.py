@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.bert.modeling_bert import (
     BertAttention,
     BertCrossAttention,
@@ -212,6 +212,14 @@ class RankBertPreTrainedModel(BertPreTrainedModel):
     _no_split_modules = ["BertEmbeddings", "RankBertLayer"]
     model_tags = ["rank-attention"]
 
+    def __init__(self, config, *args, **kwargs):
+        check_config(self, config, RankBertConfig)
+        names = {"BertEncoder": RankBertEncoder} if isinstance(self, BertModel) else {"BertModel": RankBertModel}
+        build = super().__init__.__func__  # that of the stock class, or of PreTrainedModel below a class of the user's
+        if build is not PreTrainedModel.__init__:
+            build = rebind(build, **names)
+        build(self, config, *args, **kwargs)
+
     def _init_weights(self, module):
         super()._init_weights(module)
         init_temperature(module)
@@ -223,42 +231,39 @@ class RankBertPreTrainedModel(BertPreTrainedModel):
 
 
 class RankBertModel(RankBertPreTrainedModel, BertModel):
-    def __init__(self, config, add_pooling_layer=True):
-        check_config(self, config, RankBertConfig)
-        build = rebind(BertModel.__init__, BertEncoder=RankBertEncoder)
-        build(self, config, add_pooling_layer=add_pooling_layer)
+    """[`~transformers.BertModel`] on rank attention."""
 
 
 class RankBertForPreTraining(RankBertPreTrainedModel, BertForPreTraining):
-    __init__ = rebind(BertForPreTraining.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForPreTraining`] on rank attention."""
 
 
 class RankBertLMHeadModel(RankBertPreTrainedModel, BertLMHeadModel):
-    __init__ = rebind(BertLMHeadModel.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertLMHeadModel`] on rank attention."""
 
 
 class RankBertForMaskedLM(RankBertPreTrainedModel, BertForMaskedLM):
-    __init__ = rebind(BertForMaskedLM.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForMaskedLM`] on rank attention."""
 
 
 class RankBertForNextSentencePrediction(RankBertPreTrainedModel, BertForNextSentencePrediction):
-    __init__ = rebind(BertForNextSentencePrediction.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForNextSentencePrediction`] on rank attention."""
 
 
 class RankBertForSequenceClassification(RankBertPreTrainedModel, BertForSequenceClassification):
-    __init__ = rebind(BertForSequenceClassification.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForSequenceClassification`] on rank attention."""
 
 
 class RankBertForMultipleChoice(RankBertPreTrainedModel, BertForMultipleChoice):
-    __init__ = rebind(BertForMultipleChoice.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForMultipleChoice`] on rank attention."""
 
 
 class RankBertForTokenClassification(RankBertPreTrainedModel, BertForTokenClassification):
-    __init__ = rebind(BertForTokenClassification.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForTokenClassification`] on rank attention."""
 
 
 class RankBertForQuestionAnswering(RankBertPreTrainedModel, BertForQuestionAnswering):
-    __init__ = rebind(BertForQuestionAnswering.__init__, BertModel=RankBertModel)
+    """[`~transformers.BertForQuestionAnswering`] on rank attention."""
 
 
 __all__ = [

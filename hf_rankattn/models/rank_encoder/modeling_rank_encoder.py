@@ -242,6 +242,10 @@ class RankEncoderPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": RankEncoderLayer, "attentions": RankEncoderAttention}
     model_tags = ["rank-attention"]
 
+    def __init__(self, config, *args, **kwargs):
+        check_config(self, config, RankEncoderConfig)
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module):
         """The papers' initialisation, drawn anew for every layer."""
@@ -296,7 +300,6 @@ class RankEncoderModel(RankEncoderPreTrainedModel):
     """Returns the stream of all tokens; with `queries`, of the points and then of the queries."""
 
     def __init__(self, config: RankEncoderConfig):
-        check_config(self, config, RankEncoderConfig)
         super().__init__(config)
         self.embeddings = RankEncoderEmbeddings(config)
         self.layers = nn.ModuleList([RankEncoderLayer(config, i) for i in range(config.num_hidden_layers)])

@@ -7,6 +7,7 @@ from types import CodeType, FunctionType
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.xlnet.modeling_xlnet import (
     XLNetForMultipleChoice,
     XLNetForQuestionAnswering,
@@ -144,6 +145,17 @@ class RankXLNetPreTrainedModel(XLNetPreTrainedModel):
     _no_split_modules = ["RankXLNetLayer"]
     model_tags = ["rank-attention"]
 
+    def __init__(self, config, *args, **kwargs):
+        check_config(self, config, RankXLNetConfig)
+        # Stock code builds the layers in order and does not number them.
+        layers = iter(range(config.n_layer))
+        own_layers = {"XLNetLayer": lambda config: RankXLNetLayer(config, layer_idx=next(layers))}
+        names = own_layers if isinstance(self, XLNetModel) else {"XLNetModel": RankXLNetModel}
+        build = super().__init__.__func__  # that of the stock class, or of PreTrainedModel below a class of the user's
+        if build is not PreTrainedModel.__init__:
+            build = rebind(build, **names)
+        build(self, config, *args, **kwargs)
+
     def _init_weights(self, module):
         super()._init_weights(module)
         init_temperature(module)
@@ -155,36 +167,31 @@ class RankXLNetPreTrainedModel(XLNetPreTrainedModel):
 
 
 class RankXLNetModel(RankXLNetPreTrainedModel, XLNetModel):
-    def __init__(self, config):
-        check_config(self, config, RankXLNetConfig)
-        # Stock code builds the layers in order and does not number them.
-        layers = iter(range(config.n_layer))
-        build = rebind(XLNetModel.__init__, XLNetLayer=lambda config: RankXLNetLayer(config, layer_idx=next(layers)))
-        build(self, config)
+    """[`~transformers.XLNetModel`] on rank attention."""
 
 
 class RankXLNetLMHeadModel(RankXLNetPreTrainedModel, XLNetLMHeadModel):
-    __init__ = rebind(XLNetLMHeadModel.__init__, XLNetModel=RankXLNetModel)
+    """[`~transformers.XLNetLMHeadModel`] on rank attention."""
 
 
 class RankXLNetForSequenceClassification(RankXLNetPreTrainedModel, XLNetForSequenceClassification):
-    __init__ = rebind(XLNetForSequenceClassification.__init__, XLNetModel=RankXLNetModel)
+    """[`~transformers.XLNetForSequenceClassification`] on rank attention."""
 
 
 class RankXLNetForTokenClassification(RankXLNetPreTrainedModel, XLNetForTokenClassification):
-    __init__ = rebind(XLNetForTokenClassification.__init__, XLNetModel=RankXLNetModel)
+    """[`~transformers.XLNetForTokenClassification`] on rank attention."""
 
 
 class RankXLNetForMultipleChoice(RankXLNetPreTrainedModel, XLNetForMultipleChoice):
-    __init__ = rebind(XLNetForMultipleChoice.__init__, XLNetModel=RankXLNetModel)
+    """[`~transformers.XLNetForMultipleChoice`] on rank attention."""
 
 
 class RankXLNetForQuestionAnsweringSimple(RankXLNetPreTrainedModel, XLNetForQuestionAnsweringSimple):
-    __init__ = rebind(XLNetForQuestionAnsweringSimple.__init__, XLNetModel=RankXLNetModel)
+    """[`~transformers.XLNetForQuestionAnsweringSimple`] on rank attention."""
 
 
 class RankXLNetForQuestionAnswering(RankXLNetPreTrainedModel, XLNetForQuestionAnswering):
-    __init__ = rebind(XLNetForQuestionAnswering.__init__, XLNetModel=RankXLNetModel)
+    """[`~transformers.XLNetForQuestionAnswering`] on rank attention."""
 
 
 __all__ = [
