@@ -6,9 +6,9 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET
+from transformers import AutoConfig
 
 from hf_rankattn import RankBertModel, RankEncoderConfig, RankEncoderForPointRegression, RankEncoderModel
-from transformers import AutoConfig
 
 
 BAD_FIELDS = {
@@ -64,7 +64,9 @@ class TestBadInput:
     def test_a_config_of_another_family_builds_nothing(self, family):
         for other in FAMILIES:
             if other is not family:
-                with pytest.raises(ValueError, match=f"is built from a Rank{family.name}Config, got a Rank{other.name}"):
+                with pytest.raises(
+                    ValueError, match=f"is built from a Rank{family.name}Config, got a Rank{other.name}"
+                ):
                     family.rank("Model")(other.rank_config())
                 for suffix in family.suffixes[1:2]:
                     with pytest.raises(ValueError, match="is built from"):
@@ -84,7 +86,9 @@ class TestBadInput:
     def test_shapes_that_do_not_fit_say_which_and_what_to_do(self, family, tmp_path):
         family.stock("Model")(family.stock_config()).save_pretrained(tmp_path)
         for fields in ({"qk_rank": 3}, {"v_head_dim": 3}):
-            with pytest.raises(ValueError, match="do not fit the configuration: .* the config asks for .* load it without"):
+            with pytest.raises(
+                ValueError, match="do not fit the configuration: .* the config asks for .* load it without"
+            ):
                 family.rank("Model").from_pretrained(tmp_path, **fields)
         model = family.rank("Model").from_pretrained(tmp_path, qk_rank=3, ignore_mismatched_sizes=True)
         assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).last_hidden_state).all()
@@ -177,7 +181,9 @@ def test_the_encoder_config_refuses(fields, message):
 
 
 def test_encoder_inputs_that_do_not_fit():
-    model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=4, position="additive", max_position_embeddings=5))
+    model = RankEncoderForPointRegression(
+        RankEncoderConfig(input_dim=4, position="additive", max_position_embeddings=5)
+    )
     points = torch.randn(2, 3, 4)
     for kwargs, message in [
         ({"input_ids": torch.ones(2, 3, dtype=torch.long)}, "reads `points`"),

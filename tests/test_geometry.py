@@ -234,7 +234,9 @@ def test_every_task_class_trains_at_a_small_rank(family, suffix):
 class TestPerLayer:
     def test_widths_differ_by_layer(self):
         for family in (BERT, XLNET):
-            model = build(family, qk_rank=6, per_layer_config={1: {"qk_rank": 2, "v_head_dim": 5}, 2: {"qk_norm": True}})
+            model = build(
+                family, qk_rank=6, per_layer_config={1: {"qk_rank": 2, "v_head_dim": 5}, 2: {"qk_norm": True}}
+            )
             assert [(a.qk_rank, a.v_head_dim) for a in attention_modules(model)] == [(6, 8), (2, 5), (6, 8)]
             assert [a.log_temperature is not None for a in attention_modules(model)] == [False, False, True]
             output = model(**tiny_inputs(family, "Model"), output_attentions=True)

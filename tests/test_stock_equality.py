@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from testing_common import FAMILIES, FAMILY_IDS, TASK_IDS, TASKS, float_tensors, tiny_inputs
-
 import transformers.models.auto.modeling_auto as modeling_auto
+from testing_common import FAMILIES, FAMILY_IDS, TASK_IDS, TASKS, float_tensors, tiny_inputs
 from transformers import AutoTokenizer, BertTokenizer
 
 
@@ -91,7 +90,9 @@ def test_the_real_checkpoint_loads_and_agrees(minilm):
     from hf_rankattn import RankBertModel
 
     tokenizer = AutoTokenizer.from_pretrained(minilm)
-    batch = tokenizer(["Rank is a resource.", "Depth loses it, unless there are skips."], padding=True, return_tensors="pt")
+    batch = tokenizer(
+        ["Rank is a resource.", "Depth loses it, unless there are skips."], padding=True, return_tensors="pt"
+    )
     for implementation in ("eager", "sdpa"):
         stock = BertModel.from_pretrained(minilm, attn_implementation=implementation)
         rank, info = RankBertModel.from_pretrained(

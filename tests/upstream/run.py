@@ -70,7 +70,8 @@ def pytest_runtest_logreport(report):
     old = RESULTS.setdefault(name, {"outcome": "passed", "message": ""})
     if RANK[report.outcome] > RANK[old["outcome"]]:
         crash = getattr(report.longrepr, "reprcrash", None)
-        text = crash.message if crash else str(report.longrepr)
+        skip = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        text = crash.message if crash else str(skip)
         RESULTS[name] = {"outcome": report.outcome, "message": text[:600]}
 
 def pytest_sessionfinish():

@@ -74,15 +74,20 @@ def unit_norm(states: torch.Tensor) -> torch.Tensor:
     return nn.functional.normalize(wide, dim=-1).to(states.dtype)
 
 
+def apply_qk_norm(module, query, key):
+    """Unit-norm queries and keys (batch, heads, n, qk_rank), with the temperature of each head on its queries."""
+    if module.log_temperature is None:
+        return query, key
+    temperature = module.log_temperature.exp()[:, None, None].to(query.dtype)
+    return unit_norm(query) * temperature, unit_norm(key)
+
+
 def rank_attention(module, query, key, value, attention_mask, dropout, **kwargs):
     """Attention through transformers' interface, with query/key and value widths free of each other.
 
     Takes queries and keys (batch, heads, n, qk_rank) and values (batch, heads, n, v_head_dim); returns the joined heads
     (batch, n, heads * v_head_dim), and the maps (batch, heads, n, n) where the implementation gives them.
     """
-    if module.log_temperature is not None:
-        temperature = module.log_temperature.exp()[:, None, None].to(query.dtype)
-        query, key = unit_norm(query) * temperature, unit_norm(key)
     implementation = module.config._attn_implementation
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     v_width = value.shape[-1]
@@ -102,7 +107,8 @@ def init_temperature(module: nn.Module) -> None:
 
 def check_config(model: nn.Module, config, expected: type) -> None:
     """Refuse a configuration of another family before anything is built from it."""
-    if not isinstance(config, expected):
+    # by model type: exported source is loaded as modules of its own, in which the same class is another object
+    if getattr(config, "model_type", None) != expected.model_type:
         raise ValueError(
             f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
             f"configuration of this family use {expected.__name__}(**config.to_dict())."
@@ -155,6 +161,7 @@ class RankBertSelfAttention(BertSelfAttention):
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
             key, value = past_key_values.update(key, value, self.layer_idx)
+        query, key = apply_qk_norm(self, query, key)
         dropout = self.dropout.p if self.training else 0.0
         return rank_attention(self, query, key, value, attention_mask, dropout, **kwargs)
 
@@ -173,6 +180,7 @@ class RankBertCrossAttention(BertCrossAttention):
             if past_key_values is not None:
                 key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
                 past_key_values.is_updated[self.layer_idx] = True
+        query, key = apply_qk_norm(self, query, key)
         dropout = self.dropout.p if self.training else 0.0
         return rank_attention(self, query, key, value, attention_mask, dropout, **kwargs)
 

@@ -14,13 +14,16 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .blocked_attention import blocked_attention
 from .configuration_rank_encoder import RankEncoderConfig
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     """Attention that keeps its maps: (batch, heads, n, width) each -> (batch, n, heads, v_head_dim), maps."""
     logits = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    elif attention_mask is not None:
         logits = logits + attention_mask
     if module.hardmax:
         maps = nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(value.dtype)
@@ -51,15 +54,20 @@ def unit_norm(states: torch.Tensor) -> torch.Tensor:
     return nn.functional.normalize(wide, dim=-1).to(states.dtype)
 
 
+def apply_qk_norm(module, query, key):
+    """Unit-norm queries and keys (batch, heads, n, qk_rank), with the temperature of each head on its queries."""
+    if module.log_temperature is None:
+        return query, key
+    temperature = module.log_temperature.exp()[:, None, None].to(query.dtype)
+    return unit_norm(query) * temperature, unit_norm(key)
+
+
 def rank_attention(module, query, key, value, attention_mask, dropout, **kwargs):
     """Attention through transformers' interface, with query/key and value widths free of each other.
 
     Takes queries and keys (batch, heads, n, qk_rank) and values (batch, heads, n, v_head_dim); returns the joined heads
     (batch, n, heads * v_head_dim), and the maps (batch, heads, n, n) where the implementation gives them.
     """
-    if module.log_temperature is not None:
-        temperature = module.log_temperature.exp()[:, None, None].to(query.dtype)
-        query, key = unit_norm(query) * temperature, unit_norm(key)
     implementation = module.config._attn_implementation
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     v_width = value.shape[-1]
@@ -79,7 +87,8 @@ def init_temperature(module: nn.Module) -> None:
 
 def check_config(model: nn.Module, config, expected: type) -> None:
     """Refuse a configuration of another family before anything is built from it."""
-    if not isinstance(config, expected):
+    # by model type: exported source is loaded as modules of its own, in which the same class is another object
+    if getattr(config, "model_type", None) != expected.model_type:
         raise ValueError(
             f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
             f"configuration of this family use {expected.__name__}(**config.to_dict())."
@@ -145,6 +154,11 @@ class RankEncoderAttention(nn.Module):
         self.key = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank, bias=bias)
         self.value = nn.Linear(config.hidden_size, width, bias=bias)
         self.output = nn.Linear(width, config.hidden_size, bias=bias)
+        # Transformers initialises module by module, so each projection carries its bounds: Xavier for the (3 d, d) matrix
+        # of one ordinary layer, whatever the number of heads; biases start at zero.
+        for projection in (self.query, self.key, self.value):
+            projection.init_bounds = (math.sqrt(6 / (4 * config.hidden_size)), 0.0)
+        self.output.init_bounds = (max(1 / config.hidden_size, 1 / width) ** 0.5, 0.0)
         mean_of_blocks = min(1.0, config.hidden_size / width)
         self.output_scale = mean_of_blocks if config.output_scale is None else float(config.output_scale)
         self.hardmax = config.attention == "hardmax"
@@ -153,12 +167,25 @@ class RankEncoderAttention(nn.Module):
         self.layer_idx = layer_idx
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
+        dropout = self.dropout if self.training else 0.0
+        fused = self.config._attn_implementation == "sdpa" and not kwargs.get("output_attentions")
+        if fused and attention_mask is None and dropout == 0.0 and not self.hardmax and self.log_temperature is None:
+            layers = self.query, self.key, self.value, self.output
+            heads = self.num_attention_heads
+            attended = blocked_attention(hidden_states, *layers, heads, self.scaling, self.output_scale)
+            if attended is not None:
+                return attended, None
         query = split_heads(self.query(hidden_states), self.num_attention_heads, self.qk_rank)
         key = split_heads(self.key(hidden_states), self.num_attention_heads, self.qk_rank)
         value = split_heads(self.value(hidden_states), self.num_attention_heads, self.v_head_dim)
-        dropout = self.dropout if self.training else 0.0
-        joined, maps = rank_attention(self, query, key, value, attention_mask, dropout, **kwargs)
-        return nn.functional.linear(joined * self.output_scale, self.output.weight, self.output.bias), maps
+        query, key = apply_qk_norm(self, query, key)
+        if self.hardmax:
+            joined, maps = eager_attention_forward(self, query, key, value, attention_mask, self.scaling, dropout)
+            joined = joined.flatten(2)
+        else:
+            joined, maps = rank_attention(self, query, key, value, attention_mask, dropout, **kwargs)
+        # scaling what enters, not what leaves, keeps the bias out of the mean
+        return self.output(joined * self.output_scale), maps
 
 
 class RankEncoderMLP(nn.Module):
@@ -250,50 +277,29 @@ class RankEncoderPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         """The papers' initialisation, drawn anew for every layer."""
         init_temperature(module)
-        if isinstance(module, RankEncoderAttention):
-            # Xavier for the (3 d, d) matrix of one ordinary layer, whatever the number of heads
-            bound = math.sqrt(6 / (4 * self.config.hidden_size))
-            for projection in (module.query, module.key, module.value):
-                init.uniform_(projection.weight, -bound, bound)
-            bound = min(self.config.hidden_size, module.output.in_features) ** -0.5
-            init.uniform_(module.output.weight, -bound, bound)
-            for projection in (module.query, module.key, module.value, module.output):
-                if projection.bias is not None:
-                    init.zeros_(projection.bias)
-        elif isinstance(module, RankEncoderMLP):
-            for layer in (module.up, module.down):
-                init_linear(layer)
-        elif isinstance(module, RankEncoderEmbeddings):
-            for layer in module.tokens.modules():
-                if isinstance(layer, nn.Linear):
-                    init_linear(layer)
-                elif isinstance(layer, nn.Embedding):
-                    init.normal_(layer.weight, mean=0.0, std=self.config.initializer_range)
-                    if layer.padding_idx is not None:
-                        init.zeros_(layer.weight[layer.padding_idx])
-            if module.position != "none":
-                init.uniform_(module.position_embeddings, -1.0, 1.0)
+        if isinstance(module, nn.Linear):
+            torch_default = module.in_features**-0.5
+            weight_bound, bias_bound = getattr(module, "init_bounds", (torch_default, torch_default))
+            init.uniform_(module.weight, -weight_bound, weight_bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -bias_bound, bias_bound)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if module.padding_idx is not None:
+                init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, RankEncoderEmbeddings) and module.position != "none":
+            init.uniform_(module.position_embeddings, -1.0, 1.0)
         elif isinstance(module, L2Norm):
             init.ones_(module.scale)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, RankEncoderForPointRegression | RankEncoderForTokenClassification):
-            if isinstance(module.head, nn.Linear):
-                init_linear(module.head)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         load = super().from_pretrained
         return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
-
-
-def init_linear(layer: nn.Linear) -> None:
-    bound = layer.in_features**-0.5
-    init.uniform_(layer.weight, -bound, bound)
-    if layer.bias is not None:
-        init.uniform_(layer.bias, -bound, bound)
 
 
 class RankEncoderModel(RankEncoderPreTrainedModel):

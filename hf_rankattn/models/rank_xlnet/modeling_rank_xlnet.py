@@ -69,7 +69,8 @@ def init_temperature(module: nn.Module) -> None:
 
 def check_config(model: nn.Module, config, expected: type) -> None:
     """Refuse a configuration of another family before anything is built from it."""
-    if not isinstance(config, expected):
+    # by model type: exported source is loaded as modules of its own, in which the same class is another object
+    if getattr(config, "model_type", None) != expected.model_type:
         raise ValueError(
             f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
             f"configuration of this family use {expected.__name__}(**config.to_dict())."

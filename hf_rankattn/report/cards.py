@@ -1,0 +1,100 @@
+"""Model cards: what the heads look like, how the model was made, and the numbers that were measured, no others."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+
+TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+PIPELINES = {
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMultipleChoice": "multiple-choice",
+    "LMHeadModel": "text-generation",
+}
+
+
+def head_rows(config) -> list[dict[str, Any]]:
+    """One row per run of layers with equal heads: first and last layer, and the numbers of their heads."""
+    rows: list[dict[str, Any]] = []
+    for layer in range(config.num_hidden_layers):
+        heads = config.head_geometry(layer)
+        if rows and rows[-1]["heads"] == heads:
+            rows[-1]["last"] = layer
+        else:
+            rows.append({"first": layer, "last": layer, "heads": heads})
+    return rows
+
+
+def rank_tags(config) -> list[str]:
+    """Tags by which the Hub finds models of a rank: `qk_rank-16`, one per rank that occurs."""
+    ranks = sorted({row["heads"].qk_rank for row in head_rows(config)})
+    return ["rank-attention", config.model_type, *(f"qk_rank-{rank}" for rank in ranks)]
+
+
+def model_card(
+    config,
+    *,
+    model_class: str,
+    repo_id: str,
+    auto_class: str | None = None,
+    live_parameters: int | None = None,
+    base_model: str | None = None,
+    datasets: Sequence[str] = (),
+    results: Sequence[EvalResult] = (),
+    how: str | None = None,
+    license: str | None = "apache-2.0",
+    language: str | None = None,
+    remote_code: bool = False,
+) -> ModelCard:
+    """Render the card of a rank model.
+
+    Args:
+        config: The configuration of the model, which says what its heads are.
+        model_class (`str`): Name of the class it is loaded with, such as `"RankBertForMaskedLM"`.
+        repo_id (`str`): Where it will be found: a Hub repository, or a folder.
+        auto_class (`str`, *optional*): The Auto class that loads it, if there is one.
+        live_parameters (`int`, *optional*): Number of trainable parameters.
+        base_model (`str`, *optional*): The checkpoint it was made from.
+        datasets (`Sequence[str]`, *optional*): Names of the data it was trained on.
+        results (`Sequence[EvalResult]`, *optional*): Measured numbers. The card says so if there are none.
+        how (`str`, *optional*): How it was made, in Markdown.
+        license (`str`, *optional*, defaults to `"apache-2.0"`): Licence of the weights.
+        language (`str`, *optional*): Language of the texts it reads.
+        remote_code (`bool`, *optional*, defaults to `False`): Whether its folder carries the source of its classes.
+    """
+    suffix = next((name for name in PIPELINES if model_class.endswith(name)), None)
+    reads_text = not hasattr(config, "input_dim")
+    data = ModelCardData(
+        # "transformers" makes the Hub show a snippet that works only where the repository carries its own code
+        library_name="transformers" if remote_code else "hf_rankattn",
+        license=license,
+        language=language,
+        base_model=base_model,
+        datasets=list(datasets) or None,
+        metrics=sorted({result.metric_type for result in results}) or None,
+        pipeline_tag=PIPELINES[suffix] if suffix and reads_text else None,
+        tags=rank_tags(config),
+        model_name=repo_id.rsplit("/", 1)[-1],
+        eval_results=list(results) or None,
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        repo_id=repo_id,
+        model_class=model_class,
+        auto_class=auto_class,
+        config=config,
+        hidden_size=config.hidden_size,
+        rows=head_rows(config),
+        live_parameters=live_parameters,
+        how=how,
+        results=list(results),
+        base=base_model,
+        trained_on=list(datasets),
+        remote_code=remote_code,
+    )

@@ -1,0 +1,299 @@
+"""RankEncoder: the papers' encoder, its parts switched on and off, and what its geometries cost."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, BertConfig, BertModel
+
+from hf_rankattn import (
+    RankEncoderConfig,
+    RankEncoderForPointRegression,
+    RankEncoderForTokenClassification,
+    RankEncoderModel,
+    equal_budget_grid,
+    parameter_counts,
+)
+
+
+def sphere(*shape: int) -> torch.Tensor:
+    return nn.functional.normalize(torch.randn(*shape), dim=-1)
+
+
+def farthest(points: torch.Tensor) -> torch.Tensor:
+    index = (points @ points.transpose(1, 2)).argmin(-1)
+    return torch.gather(points, 1, index[..., None].expand_as(points))
+
+
+def naive_layer(layer, states, mask=None):
+    """One post-norm layer of the papers, head by head, in float64."""
+    attention = layer.attention
+    update = torch.zeros_like(states)
+    for h in range(attention.num_attention_heads):
+        qk, vo = (
+            slice(h * attention.qk_rank, (h + 1) * attention.qk_rank),
+            slice(h * attention.v_head_dim, (h + 1) * attention.v_head_dim),
+        )
+        query = states @ attention.query.weight[qk].T + attention.query.bias[qk]
+        key = states @ attention.key.weight[qk].T + attention.key.bias[qk]
+        value = states @ attention.value.weight[vo].T + attention.value.bias[vo]
+        logits = query @ key.transpose(1, 2) * attention.qk_rank**-0.5
+        if mask is not None:
+            logits = logits.masked_fill(~mask[:, None].bool(), -torch.inf)
+        update = update + torch.softmax(logits, -1) @ value @ attention.output.weight[:, vo].T
+    update = update * attention.output_scale + attention.output.bias
+    states = states + update
+    states = states / states.norm(dim=-1, keepdim=True) * layer.attention_norm.scale
+    hidden = torch.relu(states @ layer.mlp.up.weight.T + layer.mlp.up.bias)
+    states = states + hidden @ layer.mlp.down.weight.T + layer.mlp.down.bias
+    return states / states.norm(dim=-1, keepdim=True) * layer.mlp_norm.scale
+
+
+@pytest.mark.parametrize("heads, rank, width", [(1, 8, 8), (4, 2, 2), (64, 1, 1), (5, 3, 7), (33, 2, 1), (130, 1, 2)])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_forward_and_gradients_equal_the_naive_oracle(heads, rank, width, masked, dtype):
+    config = RankEncoderConfig(
+        input_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        qk_rank=rank,
+        v_head_dim=width,
+        intermediate_size=16,
+    )
+    model = RankEncoderModel(config).to(dtype)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.5)
+    points = torch.randn(3, 7, 8, dtype=dtype, requires_grad=True)
+    mask = torch.ones(3, 7)
+    mask[1, 4:] = 0
+    mask = mask if masked else None
+    probe = torch.randn(3, 7, 8, dtype=dtype)
+
+    oracle_model = RankEncoderModel(config).double()
+    oracle_model.load_state_dict(model.state_dict())
+    oracle_points = points.detach().double().requires_grad_()
+    states = oracle_points
+    for layer in oracle_model.layers:
+        states = naive_layer(layer, states, mask)
+    (states * probe.double()).sum().backward()
+
+    tolerance = {"atol": 1e-10, "rtol": 1e-8} if dtype == torch.float64 else {"atol": 2e-4, "rtol": 1e-3}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        points.grad = None
+        output = model(points=points, attention_mask=mask).last_hidden_state
+        (output * probe).sum().backward()
+        torch.testing.assert_close(output.double(), states, **tolerance)
+        torch.testing.assert_close(points.grad.double(), oracle_points.grad, **tolerance)
+        for ours, oracle in zip(model.parameters(), oracle_model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.double(), oracle.grad, **tolerance)
+
+
+def test_many_heads_are_the_mean_of_ordinary_layers():
+    """What the original did with a loop over a width multiplier: the average of independent attention modules."""
+    blocks = [nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(3)]
+    config = RankEncoderConfig(
+        input_dim=16, num_attention_heads=12, qk_rank=4, v_head_dim=4, use_mlp=False, use_skip=False, norm="none"
+    )
+    model = RankEncoderModel(config)
+    attention = model.layers[0].attention
+    with torch.no_grad():
+        for name, start in (("query", 0), ("key", 16), ("value", 32)):
+            rows = [block.in_proj_weight[start : start + 16] for block in blocks]
+            getattr(attention, name).weight.copy_(torch.cat(rows))
+        attention.output.weight.copy_(torch.cat([block.out_proj.weight for block in blocks], dim=1))
+    points = torch.randn(5, 6, 16)
+    looped = sum(block(points, points, points, need_weights=False)[0] for block in blocks) / 3
+    assert (model(points=points).last_hidden_state - looped).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_perfect_encoder_solves_farthest_neighbour(layers):
+    config = RankEncoderConfig(input_dim=64, num_hidden_layers=layers, intermediate_size=8, attention_bias=False)
+    model = RankEncoderForPointRegression(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+        for norm in (m for m in model.modules() if type(m).__name__ == "L2Norm"):
+            norm.scale.fill_(1.0)
+        first = model.encoder.layers[0].attention
+        first.query.weight.copy_(-1e6 * torch.eye(64))
+        first.key.weight.copy_(torch.eye(64)), first.value.weight.copy_(torch.eye(64))
+        first.output.weight.copy_(1e6 * torch.eye(64))
+    points = sphere(64, 16, 64)
+    assert model(points=points, labels=farthest(points)).loss < 1e-8
+
+
+def test_full_rank_learns_what_half_rank_cannot():
+    """The papers' separation at one parameter budget, scaled down: d 8, N 4, one layer."""
+    errors = {}
+    for geometry in equal_budget_grid(64, 8, ranks=[8, 4]):
+        torch.manual_seed(0)
+        model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=8, intermediate_size=64, **geometry))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=1000, pct_start=0.05)
+        for _ in range(1000):
+            points = sphere(256, 4, 8)
+            loss = model(points=points, labels=farthest(points)).loss
+            optimizer.zero_grad(), loss.backward(), optimizer.step(), schedule.step()
+        points = sphere(2048, 4, 8)
+        with torch.no_grad():
+            errors[geometry["qk_rank"]] = model(points=points, labels=farthest(points)).loss.item()
+    assert errors[8] < 0.15 and errors[4] / errors[8] > 4, errors
+
+
+class TestParts:
+    def test_hardmax_takes_the_best_key(self):
+        config = RankEncoderConfig(input_dim=6, attention="hardmax", num_attention_heads=2, use_mlp=False, norm="none")
+        model = RankEncoderModel(config)
+        points = torch.randn(2, 5, 6)
+        results = []
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            results.append(model(points=points).last_hidden_state)
+        torch.testing.assert_close(*results)
+        model.set_attn_implementation("eager")
+        (maps,) = model(points=points, output_attentions=True).attentions
+        assert set(maps.unique().tolist()) == {0.0, 1.0} and (maps.sum(-1) == 1).all()
+        mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        (maps,) = model(points=points, attention_mask=mask, output_attentions=True).attentions
+        assert maps[0, :, :, 3:].sum() == 0
+
+    def test_skip_free_layers_have_no_path_around(self):
+        config = RankEncoderConfig(input_dim=6, use_skip=False, use_mlp=False, norm="none", attention_bias=False)
+        model = RankEncoderModel(config)
+        nn.init.zeros_(model.layers[0].attention.value.weight)
+        assert model(points=torch.randn(2, 5, 6)).last_hidden_state.abs().max() == 0
+
+    @pytest.mark.parametrize("placement", ["post", "pre"])
+    @pytest.mark.parametrize("norm", ["l2", "layer", "rms", "none"])
+    def test_norms(self, norm, placement):
+        model = RankEncoderModel(
+            RankEncoderConfig(input_dim=6, norm=norm, norm_placement=placement, num_hidden_layers=2)
+        )
+        states = model(points=torch.randn(2, 5, 6)).last_hidden_state
+        expected = {"l2": 1.0, "layer": 6**0.5, "rms": 6**0.5}.get(norm)
+        if expected:
+            torch.testing.assert_close(states.norm(dim=-1), torch.full((2, 5), expected), atol=1e-3, rtol=1e-3)
+        zero = model(points=torch.zeros(1, 3, 6))
+        zero.last_hidden_state.sum().backward()
+        assert torch.isfinite(zero.last_hidden_state).all()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+    def test_the_l2_norm_has_one_learned_number(self):
+        norm = RankEncoderModel(RankEncoderConfig(input_dim=6)).layers[0].attention_norm
+        assert [tuple(p.shape) for p in norm.parameters()] == [()]
+
+    def test_positions_break_the_symmetry_of_tokens(self):
+        points, swap = torch.randn(1, 4, 6), [1, 0, 2, 3]
+        for position in ("none", "additive", "concatenated"):
+            model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=6, position=position))
+            assert model.config.hidden_size == (12 if position == "concatenated" else 6)
+            out, swapped = model(points=points).logits, model(points=points[:, swap]).logits
+            assert out.shape == (1, 4, 6)
+            assert torch.allclose(out[:, swap], swapped, atol=1e-5) == (position == "none")
+
+    def test_queries_read_points_and_are_read_by_nobody(self):
+        model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=6, num_hidden_layers=2))
+        points, queries = torch.randn(2, 5, 6), torch.randn(2, 3, 6)
+        together = model(points=points, queries=queries).logits
+        assert together.shape == (2, 3, 6)
+        alone = model(points=points, queries=queries[:, 1:2]).logits
+        torch.testing.assert_close(together[:, 1:2], alone)
+        moved = model(points=points + 1.0, queries=queries).logits
+        assert not torch.allclose(moved, together)
+
+    def test_padding_counts_neither_in_the_maps_nor_in_the_loss(self):
+        model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=6))
+        points, labels = torch.randn(1, 5, 6), torch.randn(1, 5, 6)
+        mask = torch.tensor([[1, 1, 1, 0, 0]])
+        padded = model(points=points, labels=labels, attention_mask=mask)
+        short = model(points=points[:, :3], labels=labels[:, :3])
+        torch.testing.assert_close(padded.loss, short.loss)
+
+    def test_the_loss_of_predicting_zero_for_unit_vectors_is_one(self):
+        config = RankEncoderConfig(input_dim=6, use_skip=False, use_mlp=False, norm="none", attention_bias=False)
+        model = RankEncoderForPointRegression(config)
+        nn.init.zeros_(model.encoder.layers[0].attention.output.weight)
+        assert model(points=sphere(4, 5, 6), labels=sphere(4, 5, 6)).loss.item() == pytest.approx(1.0, abs=1e-6)
+
+    def test_token_classification_on_words_and_on_points(self):
+        words = RankEncoderForTokenClassification(
+            RankEncoderConfig(vocab_size=11, hidden_size=8, position="additive", num_labels=4, pad_token_id=0)
+        )
+        labels = torch.tensor([[1, 2, -100]])
+        output = words(input_ids=torch.tensor([[3, 4, 0]]), attention_mask=torch.tensor([[1, 1, 0]]), labels=labels)
+        assert output.logits.shape == (1, 3, 4) and torch.isfinite(output.loss)
+        hull = RankEncoderForTokenClassification(RankEncoderConfig(input_dim=2, hidden_size=12, input_map="mlp"))
+        assert hull(points=torch.randn(2, 5, 2)).logits.shape == (2, 5, 2)
+
+    def test_layers_start_different(self):
+        model = RankEncoderModel(RankEncoderConfig(input_dim=6, num_hidden_layers=3))
+        first, second, third = (layer.attention.query.weight for layer in model.layers)
+        assert not torch.equal(first, second) and not torch.equal(second, third)
+
+    def test_the_initialisation_is_that_of_the_papers(self):
+        model = RankEncoderModel(RankEncoderConfig(input_dim=64, num_attention_heads=32, qk_rank=16, v_head_dim=16))
+        attention = model.layers[0].attention
+        bound = (6 / (4 * 64)) ** 0.5
+        assert 0.98 * bound < attention.query.weight.abs().max() <= bound
+        assert 0.98 / 8 < attention.output.weight.abs().max() <= 1 / 8
+        assert attention.output_scale == pytest.approx(1 / 8)
+        assert attention.query.bias.abs().max() == 0
+
+    def test_half_precision_and_checkpointing(self):
+        model = RankEncoderModel(RankEncoderConfig(input_dim=16, num_attention_heads=4, qk_norm=True)).train()
+        points = sphere(2, 5, 16)
+        exact = model(points=points).last_hidden_state
+        half = model.to(torch.bfloat16)(points=points.bfloat16()).last_hidden_state
+        torch.testing.assert_close(half.float(), exact, atol=3e-2, rtol=3e-2)
+        model.float().gradient_checkpointing_enable()
+        model(points=points).last_hidden_state.sum().backward()
+        assert all(p.grad is not None for p in model.layers[0].attention.parameters())
+
+
+class TestAccounting:
+    @pytest.mark.parametrize("blocks, live", [(1, 280_898), (8, 396_930), (64, 1_325_186)])
+    def test_both_conventions(self, blocks, live):
+        config = RankEncoderConfig(input_dim=64, num_attention_heads=4 * blocks, qk_rank=16, v_head_dim=16)
+        counts = parameter_counts(config)
+        assert counts.published == [64**2 * blocks] and counts.query_key == [2 * 64**2 * blocks]
+        assert counts.live == live == sum(p.numel() for p in RankEncoderModel(config).parameters())
+
+    def test_every_live_parameter_gets_a_gradient(self):
+        model = RankEncoderModel(
+            RankEncoderConfig(input_dim=8, num_attention_heads=2, num_hidden_layers=2, qk_norm=True)
+        )
+        model(points=sphere(2, 5, 8)).last_hidden_state.square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_frozen_and_shared_parameters(self):
+        from testing_common import ALBERT
+
+        model = AutoModel.from_config(ALBERT.rank_config(num_hidden_groups=1, qk_rank=2))
+        before = parameter_counts(model)
+        assert before.published == [2 * 32 * 4] * 4
+        model.embeddings.requires_grad_(False)
+        assert parameter_counts(model).live < before.live
+
+    def test_a_model_without_rank_fields_is_refused(self):
+        with pytest.raises(ValueError, match="takes a rank model or its config, got a BertModel"):
+            parameter_counts(BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))
+
+    def test_the_grid_spends_the_budget(self):
+        for power, heads in ((2, 1), (2.5, 8), (3, 64)):
+            grid = equal_budget_grid(int(64**power), 64)
+            assert [g["qk_rank"] for g in grid] == [1, 2, 4, 8, 16, 32, 64]
+            assert grid[-1]["num_attention_heads"] == heads
+            for geometry in grid:
+                counts = parameter_counts(RankEncoderConfig(input_dim=64, **geometry))
+                assert counts.published == [int(64**power)]
+
+    def test_a_grid_that_does_not_come_out_even_is_refused(self):
+        with pytest.raises(ValueError, match="rank 3 does not spend the budget"):
+            equal_budget_grid(64, 8, ranks=[3])
+        with pytest.raises(ValueError, match="no power of two gives whole heads"):
+            equal_budget_grid(63, 8)
+        with pytest.raises(ValueError, match="at least 1"):
+            equal_budget_grid(0, 8)

@@ -1,0 +1,207 @@
+"""Rank models in the hands of Trainer, Accelerate, torch.compile, autocast and pipelines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Value
+from testing_common import BERT, FAMILIES, FAMILY_IDS, XLNET, attention_modules, tiny_inputs
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
+
+from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
+
+
+SMALL = {"qk_rank": 3, "v_head_dim": 5}
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1], ids=FAMILY_IDS[:1])
+def test_gradient_checkpointing_gives_the_same_gradients(family):
+    model = family.rank("ForMaskedLM")(family.rank_config(**SMALL)).train()
+    batch = tiny_inputs(family, "ForMaskedLM", labels=True)
+    gradients = []
+    for checkpointing in (False, True):
+        (model.gradient_checkpointing_enable if checkpointing else model.gradient_checkpointing_disable)()
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:], ids=FAMILY_IDS[1:])
+def test_gradient_checkpointing_is_refused_where_stock_refuses_it(family):
+    for model in (family.stock("Model")(family.stock_config()), family.rank("Model")(family.rank_config(**SMALL))):
+        assert not model.supports_gradient_checkpointing
+        with pytest.raises(ValueError, match="does not support gradient checkpointing"):
+            model.gradient_checkpointing_enable()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_torch_compile_traces_the_forward(family):
+    model = family.rank("Model")(family.rank_config(**SMALL)).eval()
+    batch = tiny_inputs(family, "Model")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=family is not XLNET)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**batch).last_hidden_state, model(**batch).last_hidden_state)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_bf16_autocast_trains(family):
+    suffix = "ForSequenceClassification"
+    model = family.rank(suffix)(family.rank_config(**SMALL, qk_norm=True)).train()
+    batch = tiny_inputs(family, suffix, labels=True)
+    full = model.eval()(**batch).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(**batch)
+    output.loss.backward()
+    torch.testing.assert_close(output.logits.float(), full, atol=3e-2, rtol=3e-2)
+    assert all(torch.isfinite(a.log_temperature.grad).all() for a in attention_modules(model))
+
+
+class Accuracy(evaluate.Metric):
+    """An importable metric: `evaluate.load("accuracy")` would ask a network."""
+
+    def _info(self):
+        features = Features({"predictions": Value("int64"), "references": Value("int64")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": float(np.mean(np.array(predictions) == np.array(references)))}
+
+
+def accuracy(prediction):
+    assert isinstance(prediction.predictions, np.ndarray), type(prediction.predictions)
+    return Accuracy().compute(predictions=prediction.predictions.argmax(-1), references=prediction.label_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_trainer_fine_tunes_and_predicts_plain_arrays(family, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(10, 40, (96, 8), generator=generator)
+    labels = torch.arange(96) % 2
+    ids[:, 0] = 3 + labels  # the first token tells
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    fields = {"dropout": 0.0} if family is XLNET else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = family.rank("ForSequenceClassification")(family.rank_config(**SMALL, **fields, output_hidden_states=True))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        num_train_epochs=6,
+        per_device_train_batch_size=16,
+        learning_rate=5e-3,
+        report_to="none",
+        save_strategy="epoch",
+        save_total_limit=1,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=accuracy)
+    trainer.train()
+    assert trainer.evaluate()["eval_accuracy"] > 0.9
+    assert trainer.predict(data).predictions.shape == (96, 2)
+    checkpoints = list(Path(tmp_path).glob("checkpoint-*"))
+    assert checkpoints and not list(checkpoints[0].glob("*.py")), "checkpoints are weights, not source files"
+    resumed = AutoModel.from_pretrained(checkpoints[0])
+    assert resumed.config.head_geometry(0).qk_rank == 3
+
+
+def test_trainer_fits_points_with_a_custom_regression_loss(tmp_path):
+    generator = torch.Generator().manual_seed(2)
+    points = torch.nn.functional.normalize(torch.randn(256, 4, 8, generator=generator), dim=-1)
+    farthest = (points @ points.transpose(1, 2)).argmin(-1)
+    labels = torch.gather(points, 1, farthest[..., None].expand(-1, -1, 8))
+    data = Dataset.from_dict({"points": points.numpy(), "labels": labels.numpy()}).with_format("torch")
+    config = RankEncoderConfig(input_dim=8, num_attention_heads=1, intermediate_size=32, qk_norm=True)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=150,
+        per_device_train_batch_size=64,
+        learning_rate=1e-2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=RankEncoderForPointRegression(config), args=arguments, train_dataset=data)
+    trainer.train()
+    prediction = trainer.predict(data)
+    assert isinstance(prediction.predictions, np.ndarray) and prediction.predictions.shape == (256, 4, 8)
+    error = ((prediction.predictions - labels.numpy()) ** 2).sum(-1).mean()
+    assert prediction.metrics["test_loss"] == pytest.approx(error, rel=1e-4)
+    assert error < 0.5, "predicting zero costs 1"
+
+
+def run_worker(command: list[str]) -> list[float]:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_two_processes_give_the_losses_of_one():
+    worker = str(Path(__file__).parent / "worker_accelerate.py")
+    one = run_worker([sys.executable, worker, "--expect_processes", "1"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    two = run_worker([*torchrun, worker, "--expect_processes", "2"])
+    assert len(one) == len(two) == 16
+    np.testing.assert_allclose(one, two, atol=1e-5)
+    assert one[-1] != one[0]
+
+
+def test_fewer_processes_than_promised_is_an_error():
+    worker = str(Path(__file__).parent / "worker_accelerate.py")
+    result = subprocess.run([sys.executable, worker, "--expect_processes", "2"], capture_output=True, text=True)
+    assert result.returncode != 0 and "promised 2 processes, got 1" in result.stderr
+
+
+@pytest.fixture
+def tokenizer():
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "rank", "is", "a", "resource", "depth", "loses", "it"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+@pytest.mark.parametrize(
+    "task, suffix", [("text-classification", "ForSequenceClassification"), ("fill-mask", "ForMaskedLM")]
+)
+def test_pipelines_load_from_a_folder_and_run(family, task, suffix, tokenizer, tmp_path, caplog):
+    if suffix not in family.suffixes:
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            XLNET.rank("Model")(XLNET.rank_config()).save_pretrained(tmp_path)
+            tokenizer.save_pretrained(tmp_path)
+            pipeline(task, model=str(tmp_path))
+        return
+    family.rank(suffix)(family.rank_config(**SMALL)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pipe = pipeline(task, model=str(tmp_path))
+    assert type(pipe.model) is family.rank(suffix)
+    if task == "fill-mask":
+        results = pipe(["rank is a [MASK]", "depth loses [MASK] it"])
+        assert [len(result) for result in results] == [5, 5]
+    else:
+        results = pipe(["rank is a resource", "depth"], padding=True)
+        assert [0.0 < result["score"] <= 1.0 for result in results] == [True, True]
+    assert "is not supported" not in caplog.text
+
+
+def test_a_bert_without_mlp_output_is_not_needed_to_capture_chosen_layers():
+    model = BERT.rank("Model")(BERT.rank_config(**SMALL)).eval()
+    output = model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=[1])
+    assert sum(state is not None for state in output.hidden_states) == 1
