@@ -254,12 +254,15 @@ def build(family_name: str, variant: str) -> dict[str, type]:
             config.is_decoder = True  # BERT masks the future only then
             return config, inputs
 
-        def _check_past_key_values_for_generate(self, batch: int, cache: Any, length: int | None, config: Any) -> None:
+        def _check_past_key_values_for_generate(
+            self, batch_size: int, past_key_values: Any, seq_length: int, config: Any
+        ) -> None:
             if not geometry:
-                return super()._check_past_key_values_for_generate(batch, cache, length, config)
-            for layer in getattr(cache, "self_attention_cache", cache).layers:  # upstream expects one width for both
+                return super()._check_past_key_values_for_generate(batch_size, past_key_values, seq_length, config)
+            # Upstream expects hidden_size / heads for keys and values alike.
+            for layer in getattr(past_key_values, "self_attention_cache", past_key_values).layers:
                 for states, width in ((layer.keys, config.qk_rank), (layer.values, config.v_head_dim)):
-                    self.assertEqual(states.shape, (batch, config.num_attention_heads, length, width))
+                    self.assertEqual(states.shape, (batch_size, config.num_attention_heads, seq_length, width))
 
         def test_config(self) -> None:
             tester = upstream("test_configuration_common").ConfigTester(

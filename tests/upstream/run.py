@@ -104,7 +104,7 @@ def unpack(source: Path, version: str, work: Path) -> Path:
             with tarfile.open(source) as archive:
                 archive.extractall(work / "sdist", filter="data")
         except (tarfile.TarError, OSError) as error:
-            raise BadInput(f"cannot unpack {source}: {error}") from error
+            raise BadInput(f"cannot unpack {source}: {str(error).splitlines()[0]}") from error
         source = next((work / "sdist").iterdir())
     if not (source / "tests" / "test_modeling_common.py").is_file():
         raise BadInput(f"no sdist of transformers {version} in {source}: tests/test_modeling_common.py is missing")
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace, work: Path) -> int:
     wanted = {"stock", *(args.variant or cases.VARIANTS)}
     families = {name: cases.FAMILIES[name] for name in args.family or cases.FAMILIES}
     pairs = [(name, variant) for name, family in families.items() for variant in family.variants if variant in wanted]
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
         results = dict(zip(pairs, pool.map(lambda pair: run_one(tests, *pair, args.k), pairs), strict=True))
     if not any(results.values()):
         raise BadInput("no test matches the given family, variant and -k")

@@ -1,0 +1,90 @@
+"""The rules of the house: copies that stay word for word, rooms that do not reach into each other, a light import."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import hf_rankattn
+
+
+ROOT = Path(hf_rankattn.__file__).parent
+FOLDERS = ("rank_bert", "rank_albert", "rank_xlnet", "rank_encoder")
+
+
+def module(folder: str, kind: str):
+    return import_module(f"hf_rankattn.models.{folder}.{kind}_{folder}")
+
+
+CONFIG_COPIES = (
+    "RankConfigError",
+    "HeadGeometry",
+    "check_rank_field",
+    "value_errors",
+    "RankConfigMixin",
+    "resolve_heads",
+)
+MODEL_COPIES = (
+    "names_of",
+    "rebind",
+    "set_heads",
+    "split_heads",
+    "unit_norm",
+    "apply_qk_norm",
+    "rank_attention",
+    "init_temperature",
+    "check_config",
+    "load_safely",
+)
+
+
+@pytest.mark.parametrize("name", CONFIG_COPIES)
+def test_the_four_configs_share_their_rank_fields_word_for_word(name):
+    """Exported source cannot import across folders, so what is common is copied, and this keeps the copies one."""
+    sources = {inspect.getsource(getattr(module(folder, "configuration"), name)) for folder in FOLDERS}
+    assert len(sources) == 1
+
+
+@pytest.mark.parametrize("name", MODEL_COPIES)
+def test_the_models_share_their_helpers_word_for_word(name):
+    modules = [module(folder, "modeling") for folder in FOLDERS]
+    sources = [inspect.getsource(getattr(m, name)) for m in modules if hasattr(m, name)]
+    assert len(sources) >= 2 and len(set(sources)) == 1
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or "") if node.level else node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_model_files_import_only_what_an_export_can_carry(folder):
+    allowed = {"torch", "transformers", "huggingface_hub", "math", "functools", "types", "typing"}
+    for path in (ROOT / "models" / folder).glob("[!_]*.py"):
+        siblings = {f".{sibling.stem}" for sibling in path.parent.glob("[!_]*.py")}
+        assert imports_of(path) <= allowed | siblings, path.name
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import sys, hf_rankattn; print([m for m in ('datasets', 'evaluate', 'matplotlib', 'pandas', 'scipy', 'accelerate', 'sklearn') if m in sys.modules])"
+    baseline = code.replace("import sys, hf_rankattn", "import sys, transformers.models.bert.modeling_bert")
+    loaded = [
+        ast.literal_eval(subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout)
+        for c in (code, baseline)
+    ]
+    assert set(loaded[0]) <= set(loaded[1])
+
+
+def test_the_version_is_the_installed_one():
+    from importlib.metadata import version
+
+    assert hf_rankattn.__version__ == version("hf_rankattn")
