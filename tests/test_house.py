@@ -38,6 +38,7 @@ MODEL_COPIES = (
     "rank_attention",
     "init_temperature",
     "check_config",
+    "ShapeMismatchError",
     "load_safely",
 )
 

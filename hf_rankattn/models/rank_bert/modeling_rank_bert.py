@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.bert.modeling_bert import (
     BertAttention,
@@ -115,6 +116,10 @@ def check_config(model: nn.Module, config, expected: type) -> None:
         )
 
 
+class ShapeMismatchError(RuntimeError, ValueError):
+    """A `ValueError` that code written for stock `from_pretrained`, which raises a `RuntimeError`, catches as well."""
+
+
 def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
     """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
     kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
@@ -134,7 +139,7 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
             f"{key} is {tuple(ours)}, the config asks for {tuple(asked)}"
             for key, ours, asked in info["mismatched_keys"]
         ]
-        raise ValueError(
+        raise ShapeMismatchError(
             f"{len(shapes)} weights of {pretrained_model_name_or_path} do not fit the configuration: {sorted(shapes)[0]}. "
             "A checkpoint keeps the `qk_rank`, `v_head_dim` and `num_labels` it was saved with: load it without "
             "overriding them, or pass ignore_mismatched_sizes=True to start the misfits from fresh random weights."
@@ -246,7 +251,7 @@ class RankBertForPreTraining(RankBertPreTrainedModel, BertForPreTraining):
     """[`~transformers.BertForPreTraining`] on rank attention."""
 
 
-class RankBertLMHeadModel(RankBertPreTrainedModel, BertLMHeadModel):
+class RankBertLMHeadModel(RankBertPreTrainedModel, BertLMHeadModel, GenerationMixin):
     """[`~transformers.BertLMHeadModel`] on rank attention."""
 
 

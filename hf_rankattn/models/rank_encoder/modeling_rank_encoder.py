@@ -10,7 +10,8 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, TokenClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils import logging
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -95,6 +96,10 @@ def check_config(model: nn.Module, config, expected: type) -> None:
         )
 
 
+class ShapeMismatchError(RuntimeError, ValueError):
+    """A `ValueError` that code written for stock `from_pretrained`, which raises a `RuntimeError`, catches as well."""
+
+
 def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
     """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
     kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
@@ -114,7 +119,7 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
             f"{key} is {tuple(ours)}, the config asks for {tuple(asked)}"
             for key, ours, asked in info["mismatched_keys"]
         ]
-        raise ValueError(
+        raise ShapeMismatchError(
             f"{len(shapes)} weights of {pretrained_model_name_or_path} do not fit the configuration: {sorted(shapes)[0]}. "
             "A checkpoint keeps the `qk_rank`, `v_head_dim` and `num_labels` it was saved with: load it without "
             "overriding them, or pass ignore_mismatched_sizes=True to start the misfits from fresh random weights."
@@ -329,7 +334,7 @@ class RankEncoderModel(RankEncoderPreTrainedModel):
         queries: torch.FloatTensor | None = None,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         r"""
         Args:
@@ -392,7 +397,7 @@ class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.FloatTensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         r"""
         Args:
@@ -434,7 +439,7 @@ class RankEncoderForTokenClassification(RankEncoderPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         r"""
         Args:

@@ -7,6 +7,7 @@ from types import CodeType, FunctionType
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.xlnet.modeling_xlnet import (
     XLNetForMultipleChoice,
@@ -77,6 +78,10 @@ def check_config(model: nn.Module, config, expected: type) -> None:
         )
 
 
+class ShapeMismatchError(RuntimeError, ValueError):
+    """A `ValueError` that code written for stock `from_pretrained`, which raises a `RuntimeError`, catches as well."""
+
+
 def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
     """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
     kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
@@ -96,7 +101,7 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
             f"{key} is {tuple(ours)}, the config asks for {tuple(asked)}"
             for key, ours, asked in info["mismatched_keys"]
         ]
-        raise ValueError(
+        raise ShapeMismatchError(
             f"{len(shapes)} weights of {pretrained_model_name_or_path} do not fit the configuration: {sorted(shapes)[0]}. "
             "A checkpoint keeps the `qk_rank`, `v_head_dim` and `num_labels` it was saved with: load it without "
             "overriding them, or pass ignore_mismatched_sizes=True to start the misfits from fresh random weights."
@@ -171,7 +176,7 @@ class RankXLNetModel(RankXLNetPreTrainedModel, XLNetModel):
     """[`~transformers.XLNetModel`] on rank attention."""
 
 
-class RankXLNetLMHeadModel(RankXLNetPreTrainedModel, XLNetLMHeadModel):
+class RankXLNetLMHeadModel(RankXLNetPreTrainedModel, XLNetLMHeadModel, GenerationMixin):
     """[`~transformers.XLNetLMHeadModel`] on rank attention."""
 
 
