@@ -1,0 +1,54 @@
+"""The examples run from the command line, offline, in an empty folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+
+
+def test_choose_head_geometry(tmp_path):
+    script = str(EXAMPLES / "choose_head_geometry.py")
+    result = run(tmp_path, script, "--ranks", "1", "4", "--steps", "3", "--output_dir", "best")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "qk_rank   1: accuracy" in result.stdout and "qk_rank   4: accuracy" in result.stdout
+    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "best").iterdir()}
+    refused = run(tmp_path, script, "--ranks", "1", "--steps", "1", "--output_dir", "best")
+    assert refused.returncode != 0 and "exists already" in refused.stderr
+
+
+def test_publish_points_models(tmp_path):
+    script = str(EXAMPLES / "publish_points_models.py")
+    result = run(tmp_path, script, "--output_dir", "models", "--steps", "20", "--cards", "cards")
+    assert result.returncode == 0, result.stderr[-2000:]
+    names = {"rank-encoder-farthest-d16-r16", "rank-encoder-farthest-d16-r8"}
+    assert {path.name for path in (tmp_path / "models").iterdir()} == names
+    assert {path.stem for path in (tmp_path / "cards").iterdir()} == names
+
+
+def test_the_published_cards_are_what_the_script_writes_today():
+    """Same layout and metadata; the measured numbers come from longer training."""
+    from huggingface_hub import ModelCard
+
+    cards = sorted((EXAMPLES.parent / "model_cards").glob("*.md"))
+    assert len(cards) == 2
+    for path, error in zip(cards, (0.0068, 0.5905), strict=True):
+        card = ModelCard.load(path)
+        assert card.data.eval_results[0].metric_value == error
+        assert "trust_remote_code=True" in card.text and "hf_rankattn" in card.text
+
+
+@pytest.mark.slow
+def test_rank_separates_in_the_geometry_example(tmp_path):
+    result = run(tmp_path, str(EXAMPLES / "choose_head_geometry.py"), "--ranks", "1", "4", "--output_dir", "best")
+    accuracy = [
+        float(line.split("accuracy ")[1].split(",")[0]) for line in result.stdout.splitlines() if "accuracy " in line
+    ]
+    assert accuracy[0] < 0.85 and accuracy[1] > 0.98
