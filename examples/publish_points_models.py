@@ -22,7 +22,7 @@ from hf_rankattn.sharing import card_of
 
 DIM, COUNT = 16, 8
 HOW = """Trained from scratch on farthest neighbour: {count} random unit vectors in {dim} dimensions, the label of each
-being the farthest of the others. {steps} steps of AdamW (learning rate 0.01, one cycle, betas 0.9 and 0.95) on batches of
+being the farthest of the others. {steps} steps of AdamW (learning rate 0.01, warm-up and cosine, betas 0.9 and 0.95) on batches of
 256 fresh sets, seed {seed}. It answers no other question, and is meant to be measured, not used."""
 
 

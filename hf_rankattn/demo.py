@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, get_cosine_schedule_with_warmup
 
 from .models import (
     RankBertConfig,
@@ -48,7 +48,7 @@ def train_farthest(
     model = RankEncoderForPointRegression(config)
     generator = torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps, pct_start=0.05)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
     for _ in range(steps):
         points, labels = farthest_points(generator, 256, count, dim)
         optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """Every legal geometry of heads has the rank, the maps and the values it says it has."""
 
-import math
-
 import pytest
 import torch
 from testing_common import (
@@ -102,7 +100,7 @@ def naive_attention(attention, states, mask):
             for i in range(states.shape[1]):
                 logits = k @ q[i]
                 if attention.log_temperature is not None:
-                    logits = logits / (q[i].norm() * k.norm(dim=-1)) * math.exp(attention.log_temperature[h])
+                    logits = logits / (q[i].norm() * k.norm(dim=-1)) * attention.log_temperature[h].exp().item()
                 weights = torch.softmax(logits * attention.scaling, dim=0)
                 joined[b, i, h * width : (h + 1) * width] = weights @ v
     return joined
@@ -158,7 +156,7 @@ def test_xlnet_attention_equals_the_naive_oracle(fields):
                     + (q[i] + attention.r_r_bias[h]) @ r[6 - i + j]  # row 0 is distance 6, row 6 is distance 0
                     + (q[i] + attention.r_s_bias[h]) @ segment
                 )
-        scale = attention.scaling * (math.exp(attention.log_temperature[h]) if unit else 1.0)
+        scale = attention.scaling * (attention.log_temperature[h].exp().item() if unit else 1.0)
         oracle = torch.softmax(logits * scale, dim=-1) @ v
         torch.testing.assert_close(attended[0][:, 0, h], oracle, atol=1e-6, rtol=1e-6)
 

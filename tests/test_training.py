@@ -120,7 +120,7 @@ def test_trainer_fits_points_with_a_custom_regression_loss(tmp_path):
     config = RankEncoderConfig(input_dim=8, num_attention_heads=1, intermediate_size=32, qk_norm=True)
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
-        max_steps=150,
+        max_steps=300,
         per_device_train_batch_size=64,
         learning_rate=1e-2,
         report_to="none",
