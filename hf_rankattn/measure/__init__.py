@@ -1,0 +1,10 @@
+from .norms import composite_norm as composite_norm
+from .rate import CollapseRate as CollapseRate
+from .rate import collapse_rate as collapse_rate
+from .residual import relative_residual as relative_residual
+from .residual import residual as residual
+from .residual import residual_lower_bound as residual_lower_bound
+from .residual import token_cosine as token_cosine
+from .spectrum import cheap_metrics as cheap_metrics
+from .spectrum import factor_spectrum as factor_spectrum
+from .spectrum import spectral_metrics as spectral_metrics

@@ -1,0 +1,125 @@
+"""How much rank an attention map has: metrics from one singular-value call, and a cheap set that needs none."""
+
+import torch
+
+from .norms import working
+from .threads import one_thread
+
+
+def drop_padding(maps: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps (..., n, m) with padded rows and columns set to zero, and which rows are real (..., n).
+
+    Zero rows and columns add only zero singular values, so nothing below sees the padding.
+    """
+    maps = working(maps)
+    if mask is None:
+        return maps, torch.ones(maps.shape[:-1], dtype=torch.bool, device=maps.device)
+    if maps.shape[-1] != maps.shape[-2]:
+        raise ValueError(f"`mask` needs square maps, got {tuple(maps.shape)}.")
+    while mask.ndim < maps.ndim - 1:
+        mask = mask.unsqueeze(-2)  # (batch, n) -> (batch, 1, n) for heads
+    try:
+        real = mask.bool().expand(maps.shape[:-1])
+    except RuntimeError as error:
+        raise ValueError(f"`mask` {tuple(mask.shape)} does not fit maps {tuple(maps.shape)}.") from error
+    if not bool(real.any(-1).all()):
+        raise ValueError("`mask` marks every row of an example as padding: there is nothing to measure in it.")
+    # masked_fill, not a product: rows of padding may hold NaN
+    return maps.masked_fill(~(real[..., :, None] & real[..., None, :]), 0), real
+
+
+def argmax_coverage(maps: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """How many columns are the largest entry of some row, (...): the rank that hardmax would have."""
+    maps, real = drop_padding(maps, mask)
+    chosen = torch.zeros_like(maps[..., 0, :])
+    chosen.scatter_reduce_(-1, maps.argmax(-1), real.to(maps.dtype), reduce="amax")
+    return chosen.sum(-1)
+
+
+def row_entropy(maps: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean entropy of the rows in nats, (...)."""
+    maps, real = drop_padding(maps, mask)
+    return torch.special.entr(maps).sum((-2, -1)) / real.sum(-1)
+
+
+def spectral_metrics(
+    maps: torch.Tensor, mask: torch.Tensor | None = None, rtol: float = 1e-2, energy: float = 0.9
+) -> dict[str, torch.Tensor]:
+    """All rank metrics of (..., n, n) maps from one singular-value call; each value is (...).
+
+    Args:
+        maps (`torch.Tensor` of shape `(..., n, n)`): Attention maps; half precision is computed in float32.
+        mask (`torch.Tensor` of shape `(..., n)` or `(batch, n)`, *optional*): 1 for tokens, 0 for padding.
+        rtol (`float`, *optional*, defaults to 0.01):
+            Singular values below `rtol` times the largest do not count in `numerical_rank`. Below 1e-3 the rounding of
+            half-precision maps counts as rank.
+        energy (`float`, *optional*, defaults to 0.9): The share of squared singular values that `energy_rank` keeps.
+
+    Returns `numerical_rank`, `effective_rank` (exponential of the entropy of the singular values, not of their squares),
+    `stable_rank`, `participation_ratio` (of the squared singular values), `energy_rank`, `argmax_coverage`, `row_entropy`.
+
+    >>> {name: round(value.item(), 4) for name, value in spectral_metrics(torch.eye(4)).items()}["effective_rank"]
+    4.0
+    """
+    if not 0 <= rtol < 1 or not 0 < energy <= 1:
+        raise ValueError(f"`rtol` must be in [0, 1) and `energy` in (0, 1], got {rtol} and {energy}.")
+    maps, real = drop_padding(maps, mask)
+    with one_thread(maps):
+        singular = torch.linalg.svdvals(maps)
+    squares = singular.square()
+    total = squares.sum(-1)
+    share = singular / singular.sum(-1, keepdim=True)
+    reached = squares.cumsum(-1) >= energy * total[..., None] * (1 - 4 * torch.finfo(maps.dtype).eps)
+    return {
+        "numerical_rank": (singular > rtol * singular[..., :1]).sum(-1).to(maps.dtype),
+        "effective_rank": torch.special.entr(share).sum(-1).exp(),
+        "stable_rank": total / squares[..., 0],
+        "participation_ratio": total.square() / squares.square().sum(-1),
+        "energy_rank": (maps.shape[-1] - reached.sum(-1) + 1).to(maps.dtype),
+        "argmax_coverage": argmax_coverage(maps, real),
+        "row_entropy": row_entropy(maps, real),
+    }
+
+
+def cheap_metrics(maps: torch.Tensor, mask: torch.Tensor | None = None, steps: int = 16) -> dict[str, torch.Tensor]:
+    """Rank metrics of non-negative (..., n, n) maps that need no decomposition; each value is (...).
+
+    The participation ratio is exact, from the Gram matrix. The largest singular value is found by `steps` steps of power
+    iteration from a positive vector; as the Gram matrix is non-negative, the largest and smallest ratio of a step bound
+    its largest eigenvalue (Collatz and Wielandt), so `stable_rank` comes with `stable_rank_error`, a certified bound of
+    its relative error.
+    """
+    maps, real = drop_padding(maps, mask)
+    gram = maps @ maps.transpose(-1, -2)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    vector = real.to(maps.dtype)[..., None]
+    for _ in range(steps):
+        image = gram @ vector
+        vector = image / image.amax(-2, keepdim=True)
+    image = gram @ vector
+    rayleigh = (vector * image).sum((-2, -1)) / vector.square().sum((-2, -1))
+    ratios = torch.where(real[..., None], image / vector, -torch.inf)
+    return {
+        "stable_rank": trace / rayleigh,
+        "stable_rank_error": (ratios.amax((-2, -1)) / rayleigh - 1).clamp(min=0),
+        "participation_ratio": trace.square() / gram.square().sum((-2, -1)),
+        "argmax_coverage": argmax_coverage(maps, real),
+        "row_entropy": row_entropy(maps, real),
+    }
+
+
+def factor_spectrum(query: torch.Tensor, key: torch.Tensor, center_rows: bool = False) -> torch.Tensor:
+    """Singular values, descending, of `query @ key^T` from its factors (..., n, r) and (..., m, r), as (..., r).
+
+    Neither the n x m logits nor the d x d form of a head is ever made: two QR decompositions leave an r x r matrix with
+    the same singular values. With `center_rows`, the mean of each row of logits, which softmax ignores, is taken away
+    first, by centring the keys.
+    """
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"queries and keys must have one width, got {tuple(query.shape)} and {tuple(key.shape)}.")
+    query, key = working(query), working(key)
+    if center_rows:
+        key = key - key.mean(-2, keepdim=True)
+    with one_thread(query):
+        left, right = (torch.linalg.qr(factor, mode="r").R for factor in (query, key))
+        return torch.linalg.svdvals(left @ right.transpose(-1, -2))

@@ -1,0 +1,311 @@
+"""Pure measurements: published values, invariances, padding, precision, and float64 oracles."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hf_rankattn.measure import (
+    cheap_metrics,
+    collapse_rate,
+    composite_norm,
+    factor_spectrum,
+    relative_residual,
+    residual,
+    residual_lower_bound,
+    spectral_metrics,
+    token_cosine,
+)
+
+
+def states_of(max_tokens=6, max_width=5):
+    shapes = st.tuples(st.integers(2, max_tokens), st.integers(1, max_width))
+    numbers = st.floats(-100, 100, allow_nan=False).map(lambda x: round(x, 3))
+    return shapes.flatmap(lambda shape: arrays(np.float64, shape, elements=numbers)).map(torch.from_numpy)
+
+
+def maps_of(max_tokens=8):
+    sizes = st.integers(1, max_tokens)
+    logits = sizes.flatmap(lambda n: arrays(np.float64, (n, n), elements=st.floats(-20, 20)))
+    return logits.map(lambda array: torch.softmax(torch.from_numpy(array), dim=-1))
+
+
+def hardmax(logits):
+    return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+
+
+class TestResidual:
+    def test_the_composite_norm_of_the_papers_example(self):
+        assert composite_norm(torch.tensor([[-2.0, -1, 0], [1, 2, 3]])).item() == pytest.approx(
+            math.sqrt(18), abs=1e-6
+        )
+        row, column = torch.zeros(3, 3), torch.zeros(3, 3)
+        row[0], column[:, 0] = 1, 1
+        separate = composite_norm(row) + composite_norm(column)
+        assert separate.item() == pytest.approx(2 * math.sqrt(3)) and composite_norm(row + column).item() == 4
+
+    @settings(max_examples=60, deadline=None)
+    @given(states_of(), st.randoms())
+    def test_invariances(self, x, random):
+        rows, columns = random.sample(range(len(x)), len(x)), random.sample(range(x.shape[1]), x.shape[1])
+        for center in ("mean", "median"):
+            base = composite_norm(residual(x, center=center))
+            assert torch.allclose(composite_norm(residual(x[rows], center=center)), base)
+            assert torch.allclose(composite_norm(residual(x[:, columns], center=center)), base)
+            assert torch.allclose(composite_norm(residual(-3 * x, center=center)), 3 * base, atol=1e-9)
+            shifted = x + torch.arange(x.shape[1])
+            assert torch.allclose(residual(shifted, center=center), residual(x, center=center), atol=1e-9)
+
+    @settings(max_examples=60, deadline=None)
+    @given(states_of(), states_of(2, 5))
+    def test_the_lower_bound_holds_for_every_row_taken_away(self, x, rows):
+        bound = residual_lower_bound(x)
+        for center in ("mean", "median"):
+            assert bound <= composite_norm(residual(x, center=center)) * (1 + 1e-9) + 1e-9
+        anything = torch.zeros(x.shape[1], dtype=x.dtype)
+        anything[: min(x.shape[1], rows.shape[1])] = rows[0, : x.shape[1]]
+        assert bound <= composite_norm(x - anything) * (1 + 1e-9) + 1e-9
+
+    def test_the_median_leaves_the_smallest_one_norm(self):
+        x = torch.randn(9, 4, dtype=torch.float64) ** 3
+        best = residual(x, center="median").abs().sum(0)
+        for candidate in x:
+            assert ((x - candidate).abs().sum(0) >= best - 1e-12).all()
+
+    def test_rank_one_is_the_best_of_its_rank(self):
+        x = torch.randn(7, 5, dtype=torch.float64)
+        singular = torch.linalg.svdvals(x)
+        left = residual(x, center="rank1")
+        assert torch.allclose(left.square().sum(), singular[1:].square().sum())
+        assert torch.linalg.matrix_rank(x - left) == 1
+
+    @pytest.mark.parametrize("center", ["mean", "median", "rank1"])
+    def test_padding_changes_nothing(self, center):
+        x, mask = torch.randn(3, 9, 5), torch.ones(3, 9)
+        mask[0, 6:], mask[1, 3:] = 0, 0
+        x[0, 6:] = torch.nan
+        for measure in (
+            lambda x, mask=None: relative_residual(x, mask, center),
+            residual_lower_bound,
+            token_cosine,
+            lambda x, mask=None: composite_norm(residual(x, mask, center)),
+        ):
+            together = measure(x, mask)
+            alone = [measure(example[real.bool()]) for example, real in zip(x, mask, strict=True)]
+            torch.testing.assert_close(together, torch.stack(alone), atol=1e-6, rtol=1e-5)
+
+    def test_collapsed_tokens_sit_at_the_floor(self):
+        row = torch.randn(64)
+        for dtype, floor in ((torch.float32, 3e-7), (torch.float64, 6e-16)):
+            same = row.to(dtype).expand(128, 64)
+            assert relative_residual(same).item() < floor
+            assert token_cosine(same).item() == pytest.approx(1, abs=1e-5)
+
+    def test_half_precision_is_measured_in_float32(self):
+        x = torch.randn(4, 8, 16).bfloat16()
+        assert relative_residual(x).dtype == torch.float32
+        assert torch.equal(relative_residual(x), relative_residual(x.float()))
+
+    def test_nonsense_is_refused(self):
+        x = torch.randn(2, 3, 4)
+        with pytest.raises(ValueError, match="one entry per row"):
+            residual(x, torch.ones(2, 4))
+        with pytest.raises(ValueError, match="every row of an example as padding"):
+            residual(x, torch.tensor([[1, 1, 1], [0, 0, 0]]))
+        with pytest.raises(ValueError, match="'mean', 'median' or 'rank1'"):
+            residual(x, center="mode")
+        assert torch.isnan(token_cosine(x[:, :1])).all()
+
+
+class TestSpectrum:
+    @settings(max_examples=60, deadline=None)
+    @given(maps_of())
+    def test_bounds_and_the_float64_oracle(self, maps):
+        n = len(maps)
+        metrics = spectral_metrics(maps)
+        singular = np.linalg.svd(maps.numpy(), compute_uv=False)
+        share = singular[singular > 0] / singular.sum()
+        assert metrics["numerical_rank"] == (singular > 1e-2 * singular[0]).sum()
+        assert metrics["effective_rank"].item() == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-9)
+        assert metrics["stable_rank"].item() == pytest.approx((singular**2).sum() / singular[0] ** 2)
+        assert metrics["participation_ratio"].item() == pytest.approx((singular**2).sum() ** 2 / (singular**4).sum())
+        assert metrics["argmax_coverage"] == len(set(maps.argmax(-1).tolist()))
+        kept = (singular**2).cumsum() / (singular**2).sum()
+        assert metrics["energy_rank"] in (1 + (kept < 0.9 - 1e-12).sum(), 1 + (kept < 0.9 + 1e-12).sum())
+        for name in ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank"):
+            assert 1 - 1e-9 <= metrics[name] <= n + 1e-9, name
+        assert metrics["effective_rank"] <= (singular > 0).sum() + 1e-9
+        assert -1e-12 <= metrics["row_entropy"] <= math.log(n) + 1e-9
+
+    @settings(max_examples=60, deadline=None)
+    @given(maps_of())
+    def test_the_cheap_set_agrees_within_its_stated_error(self, maps):
+        full, cheap = spectral_metrics(maps), cheap_metrics(maps)
+        for name in ("participation_ratio", "argmax_coverage", "row_entropy"):
+            torch.testing.assert_close(cheap[name], full[name])
+        error = (cheap["stable_rank"] / full["stable_rank"] - 1).abs()
+        assert error <= cheap["stable_rank_error"] + 1e-12
+
+    @pytest.mark.parametrize("measure", [spectral_metrics, cheap_metrics])
+    def test_padding_rows_and_columns_are_dropped(self, measure):
+        lengths = [9, 6, 2]
+        maps, mask = torch.full((3, 4, 9, 9), torch.nan), torch.zeros(3, 9)
+        for example, length in enumerate(lengths):
+            maps[example, :, :length, :length] = torch.softmax(2 * torch.randn(4, length, length), -1)
+            mask[example, :length] = 1
+        together = measure(maps, mask)
+        for example, length in enumerate(lengths):
+            alone = measure(maps[example, :, :length, :length])
+            for name, value in alone.items():
+                torch.testing.assert_close(together[name][example], value, atol=1e-6, rtol=1e-5, msg=name)
+
+    def test_hardmax_counts_columns(self):
+        maps = hardmax(torch.randn(128, 128))
+        counts = maps.sum(0)
+        metrics = spectral_metrics(maps)
+        assert metrics["numerical_rank"] == metrics["argmax_coverage"] == (counts > 0).sum()
+        expected = counts.sqrt().sort(descending=True).values
+        torch.testing.assert_close(torch.linalg.svdvals(maps), expected, atol=1e-9, rtol=0)
+
+    def test_the_ceiling_is_an_occupancy_count(self):
+        bidirectional = spectral_metrics(hardmax(torch.randn(50, 128, 128)))["argmax_coverage"] / 128
+        assert bidirectional.mean().item() == pytest.approx(0.6336, abs=0.015)
+        causal = torch.randn(20, 256, 256).masked_fill(torch.ones(256, 256).triu(1).bool(), -torch.inf)
+        assert (spectral_metrics(hardmax(causal))["argmax_coverage"] / 256).mean().item() == pytest.approx(
+            0.502, abs=0.015
+        )
+
+    @pytest.mark.parametrize("width, expected", [(8, 0.356), (32, 0.541), (128, 0.608)])
+    def test_gaussian_keys_need_width(self, width, expected):
+        logits = torch.randn(40, 128, width) @ torch.randn(40, width, 128)
+        assert (cheap_metrics(hardmax(logits))["argmax_coverage"] / 128).mean().item() == pytest.approx(
+            expected, abs=0.02
+        )
+
+    @pytest.mark.parametrize("n, width, expected", [(128, 2, 0.556), (128, 8, 0.621), (512, 8, 0.620)])
+    def test_unit_keys_do_not(self, n, width, expected):
+        keys = torch.nn.functional.normalize(torch.randn(40, n, width), dim=-1)
+        logits = torch.randn(40, n, width) @ keys.transpose(1, 2)
+        assert (cheap_metrics(hardmax(logits))["argmax_coverage"] / n).mean().item() == pytest.approx(
+            expected, abs=0.02
+        )
+
+    def test_soft_maps_of_random_logits(self):
+        maps = torch.softmax(0.5 * torch.randn(10, 256, 256), -1)
+        assert spectral_metrics(maps)["stable_rank"].mean().item() == pytest.approx(1.284, rel=0.02)
+        second = torch.linalg.svdvals(maps)[:, 1].mean().item()
+        assert second == pytest.approx(2 * math.sqrt((math.exp(0.25) - 1) / 256), rel=0.07)
+
+    def test_half_precision_maps_have_the_rank_of_their_noise_below_a_thousandth(self):
+        logits = torch.randn(8, 128, 2) @ torch.randn(8, 2, 128) / math.sqrt(2)
+        exact, half = torch.softmax(logits, -1), torch.softmax(logits, -1).bfloat16()
+        default = 128 * torch.finfo(torch.float32).eps
+        ratio = (
+            spectral_metrics(half, rtol=default)["numerical_rank"]
+            / spectral_metrics(exact, rtol=default)["numerical_rank"]
+        )
+        assert 2.3 < ratio.mean() < 6
+        torch.testing.assert_close(
+            spectral_metrics(half)["numerical_rank"], spectral_metrics(exact)["numerical_rank"], atol=1, rtol=0
+        )
+        torch.testing.assert_close(
+            spectral_metrics(half)["stable_rank"], spectral_metrics(exact)["stable_rank"], atol=0, rtol=5e-3
+        )
+
+    def test_sharp_maps_show_the_barrier_and_soft_ones_do_not(self):
+        soft = torch.softmax(torch.randn(4, 128, 128), -1)
+        assert (spectral_metrics(soft, rtol=128 * 1.2e-7)["numerical_rank"] >= 0.99 * 128).all()
+        sharp = torch.softmax(3000 * torch.randn(4, 256, 256), -1)
+        share = spectral_metrics(sharp, rtol=256 * 1.2e-7)["numerical_rank"].mean().item() / 256
+        assert 0.60 < share < 0.665
+
+    def test_content_free_maps(self):
+        causal = torch.tril(torch.ones(128, 128, dtype=torch.float64)) / torch.arange(1, 129)[:, None]
+        metrics = spectral_metrics(causal)
+        assert metrics["stable_rank"].item() == pytest.approx(2.0049, abs=1e-3)
+        assert metrics["effective_rank"].item() == pytest.approx(32.0, abs=0.1)
+        assert torch.linalg.svdvals(causal)[0].item() == pytest.approx(1.6462, abs=1e-3)
+        assert spectral_metrics(torch.full((128, 128), 1 / 128))["numerical_rank"] == 1
+
+    def test_random_selection_has_the_poisson_limits(self):
+        maps = hardmax(torch.rand(6, 512, 512))
+        metrics = {name: value.mean().item() / 512 for name, value in spectral_metrics(maps).items()}
+        assert metrics["participation_ratio"] == pytest.approx(0.500, abs=0.015)
+        assert metrics["effective_rank"] == pytest.approx(0.6165, abs=0.012)
+
+    def test_nonsense_is_refused(self):
+        maps = torch.softmax(torch.randn(2, 4, 5, 5), -1)
+        with pytest.raises(ValueError, match="does not fit maps"):
+            spectral_metrics(maps, torch.ones(3, 5))
+        with pytest.raises(ValueError, match="every row"):
+            cheap_metrics(maps, torch.zeros(2, 5))
+        with pytest.raises(ValueError, match="`rtol` must be in"):
+            spectral_metrics(maps, rtol=1.0)
+        with pytest.raises(ValueError, match="needs square maps"):
+            spectral_metrics(maps[..., :3], torch.ones(2, 5))
+
+
+class TestFactors:
+    @pytest.mark.parametrize("center_rows", [False, True])
+    def test_the_spectrum_of_logits_from_their_factors(self, center_rows):
+        query, key = torch.randn(3, 128, 32, dtype=torch.float64), torch.randn(3, 128, 32, dtype=torch.float64)
+        logits = query @ key.transpose(1, 2)
+        if center_rows:
+            logits = logits - logits.mean(-1, keepdim=True)
+        torch.testing.assert_close(
+            factor_spectrum(query, key, center_rows), torch.linalg.svdvals(logits)[:, :32], rtol=1e-12, atol=1e-10
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_logits_have_the_rank_of_their_width(self, dtype):
+        query, key = torch.randn(128, 32, dtype=dtype), torch.randn(128, 32, dtype=dtype)
+        assert torch.linalg.matrix_rank(query @ key.T) == 32
+        angle = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(16) / 16)
+        rotate = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        turned = [
+            torch.view_as_real(torch.view_as_complex(x.double().view(128, 16, 2)) * rotate).flatten(1)
+            for x in (query, key)
+        ]
+        assert torch.linalg.matrix_rank(turned[0] @ turned[1].T) == 32
+
+    def test_unequal_widths_are_refused(self):
+        with pytest.raises(ValueError, match="one width"):
+            factor_spectrum(torch.randn(4, 3), torch.randn(4, 2))
+
+
+class TestRate:
+    def test_the_published_curves(self):
+        bert = collapse_rate([0.5928, 0.0157, 3.7e-7, 4.4e-16, 4.1e-16])
+        assert bert.kind == "doubly_exponential" and bert.exponent == pytest.approx(3, abs=0.1) and bert.used == 3
+        xlnet = collapse_rate([0.9975, 0.0038, 1.3e-4, 5.4e-6, 2.2e-7, 1.1e-8, 4.4e-10, 1.9e-11, 7.6e-13, 3.8e-14])
+        assert xlnet.kind == "geometric" and xlnet.exponent == pytest.approx(1, abs=0.1)
+        assert collapse_rate([0.588, 0.558, 0.546, 0.505, 0.494, 0.489]).kind == "none"
+
+    def test_a_floor_that_comes_early_is_recognised(self):
+        bert = collapse_rate(torch.tensor([0.588, 0.0160, 4.3e-7, 1.9e-7, 2.0e-7]))
+        assert bert.kind == "doubly_exponential" and bert.used == 2 and bert.at_least
+        assert collapse_rate(torch.tensor([0.996, 4.0e-3, 1.5e-4, 6.5e-6, 3.3e-7, 2e-7])).kind == "geometric"
+
+    def test_the_floor_is_never_fitted(self):
+        series = [0.5, 0.1, 0.02, 0.004]
+        clean, noisy = collapse_rate(series), collapse_rate([*series, 3e-16, 5e-16, 2e-16])
+        assert noisy.exponent == clean.exponent and noisy.used == 4
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.floats(0.05, 0.5), st.floats(0.02, 0.6))
+    def test_exact_series_are_recovered(self, start, factor):
+        geometric = collapse_rate([start * factor**k for k in range(5)])
+        assert geometric.kind == "geometric" and geometric.exponent == pytest.approx(1, abs=1e-6)
+        assert geometric.factor == pytest.approx(factor)
+        cubic = collapse_rate([start ** (3**k) for k in range(3)])
+        assert cubic.kind == "doubly_exponential" and cubic.exponent == pytest.approx(3, abs=1e-6)
+
+    def test_nonsense_is_refused(self):
+        with pytest.raises(ValueError, match="at least two layers"):
+            collapse_rate([0.5])
+        with pytest.raises(ValueError, match="finite and not negative"):
+            collapse_rate([0.5, math.nan])
