@@ -3,6 +3,14 @@
 Importing this package registers the rank models with transformers' Auto classes.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .measure import collapse_rate as collapse_rate
+from .measure import composite_norm as composite_norm
+from .measure import relative_residual as relative_residual
+from .measure import residual as residual
+from .measure import spectral_metrics as spectral_metrics
 from .models import *  # noqa: F403
 from .models import (
     RankAlbertPreTrainedModel,
@@ -16,6 +24,10 @@ from .sharing import push_to_hub as push_to_hub
 from .version import __version__ as __version__
 
 
+if TYPE_CHECKING:
+    from .probe import ablate as ablate
+    from .probe import measure_collapse as measure_collapse
+
 # The modelling files stand alone, so that they can be exported; what shares a model with its card joins them here.
 for _base in (
     RankAlbertPreTrainedModel,
@@ -24,3 +36,16 @@ for _base in (
     RankXLNetPreTrainedModel,
 ):
     _base.push_to_hub = push_to_hub  # type: ignore[method-assign, assignment]
+
+# Their tables need pandas, which is slow to import and not needed to load a model.
+_LAZY = {"ablate": ".probe", "measure_collapse": ".probe"}
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -204,27 +204,42 @@ class RankEncoderMLP(nn.Module):
         return self.down(self.activation(self.up(hidden_states)))
 
 
+class Skip(nn.Module):
+    """What a sublayer adds to the stream, or puts in its place. A module, so that a hook can take the skip away."""
+
+    def __init__(self, use_skip: bool):
+        super().__init__()
+        self.use_skip = use_skip
+
+    def forward(self, stream: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        return stream + update if self.use_skip else update
+
+
 class RankEncoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: RankEncoderConfig, layer_idx: int):
         super().__init__()
-        self.use_skip, self.pre_norm = config.use_skip, config.norm_placement == "pre"
+        self.pre_norm = config.norm_placement == "pre"
         self.attention = RankEncoderAttention(config, layer_idx)
+        self.attention_skip = Skip(config.use_skip)
         self.attention_norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
         self.mlp = RankEncoderMLP(config) if config.use_mlp else None
+        self.mlp_skip = Skip(config.use_skip) if config.use_mlp else None
         self.mlp_norm = make_norm(config.norm, config.hidden_size, config.norm_eps) if config.use_mlp else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
-        entering = self.attention_norm(hidden_states) if self.pre_norm else hidden_states
-        update = self.dropout(self.attention(entering, attention_mask, **kwargs)[0])
-        hidden_states = hidden_states + update if self.use_skip else update
-        if not self.pre_norm:
-            hidden_states = self.attention_norm(hidden_states)
+        def attend(states):
+            return self.attention(states, attention_mask, **kwargs)[0]
+
+        hidden_states = self.sublayer(hidden_states, attend, self.attention_skip, self.attention_norm)
         if self.mlp is None:
             return hidden_states
-        update = self.dropout(self.mlp(self.mlp_norm(hidden_states) if self.pre_norm else hidden_states))
-        hidden_states = hidden_states + update if self.use_skip else update
-        return hidden_states if self.pre_norm else self.mlp_norm(hidden_states)
+        return self.sublayer(hidden_states, self.mlp, self.mlp_skip, self.mlp_norm)
+
+    def sublayer(self, stream, update, skip, norm):
+        if self.pre_norm:
+            return skip(stream, self.dropout(update(norm(stream))))
+        return norm(skip(stream, self.dropout(update(stream))))
 
 
 class RankEncoderEmbeddings(nn.Module):

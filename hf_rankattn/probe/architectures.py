@@ -1,0 +1,229 @@
+"""Where attention, skip, MLP and norm live in each family: one row a family, nothing else in the probe knows models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ZeroInput:
+    """The module gets zeros for one of its positional arguments."""
+
+    module: str
+    argument: int
+
+
+@dataclass(frozen=True)
+class PassInput:
+    """The module returns one of its positional arguments as it came."""
+
+    module: str
+    argument: int = 0
+
+
+@dataclass(frozen=True)
+class ZeroOutput:
+    """The module returns zeros."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The target gets what the source returned last, instead of a sum that the layer makes of it."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Return:
+    """The target returns what the source returned last, through `function` if there is one: all else between is gone."""
+
+    source: str
+    target: str
+    function: str | None = None
+
+
+Edit = ZeroInput | PassInput | ZeroOutput | Feed | Return
+SWITCHES = ("attention_skip", "mlp", "mlp_skip", "norm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table. Paths are relative to the base model (`layers`) or to a layer (all others)."""
+
+    name: str
+    model_types: tuple[str, ...]
+    layers: str
+    attention: str
+    edits: dict[str, tuple[Edit, ...]]
+    # XLNet's layers work on (n, batch, d) and return a tuple
+    batch_first: bool = True
+    # where the maps are: an item of what the attention module returns, or what enters its dropout first
+    maps: str = "output"
+    causal: Callable[[Any], bool] = lambda config: getattr(config, "is_decoder", False)
+    # queries and keys as modules or parameters, for weights
+    query_key: tuple[str, str] | None = None
+    applications: Callable[[PreTrainedModel], list[int]] | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def bert_like(name: str, *model_types: str) -> Family:
+    return Family(
+        name=name,
+        model_types=model_types,
+        layers="encoder.layer",
+        attention="attention.self",
+        query_key=("query", "key"),
+        edits={
+            "attention_skip": (ZeroInput("attention.output", 1),),
+            "mlp": (PassInput("output", 1),),
+            "mlp_skip": (ZeroInput("output", 1),),
+            "norm": (PassInput("attention.output.LayerNorm"), PassInput("output.LayerNorm")),
+        },
+    )
+
+
+def pre_norm(
+    name: str, *model_types: str, layers: str, attention: str, mlp: str, norms: tuple[str, ...], **row
+) -> Family:
+    """Families that add to the stream before they normalise it: no module stands between an addition and the next."""
+    reason = "the layer adds attention to the stream in its own code, with no module to hook between"
+    return Family(
+        name=name,
+        model_types=model_types,
+        layers=layers,
+        attention=attention,
+        edits={"mlp": (ZeroOutput(mlp),), "norm": tuple(PassInput(norm) for norm in norms)},
+        notes={"attention_skip": reason, "mlp_skip": reason},
+        **row,
+    )
+
+
+def albert_applications(model: PreTrainedModel) -> list[int]:
+    """ALBERT runs the layers of a group again and again: which layer module each application uses."""
+    config = model.config
+    per_group = config.num_hidden_layers / config.num_hidden_groups
+    groups = [int(i / per_group) for i in range(config.num_hidden_layers)]
+    return [group * config.inner_group_num + inner for group in groups for inner in range(config.inner_group_num)]
+
+
+TABLE = (
+    bert_like("BERT", "bert", "rank_bert"),
+    bert_like("RoBERTa", "roberta", "xlm-roberta"),
+    bert_like("ELECTRA", "electra"),
+    Family(
+        name="ALBERT",
+        model_types=("albert", "rank_albert"),
+        layers="encoder.albert_layer_groups.*.albert_layers",
+        attention="attention",
+        query_key=("query", "key"),
+        applications=albert_applications,
+        edits={
+            "attention_skip": (Feed("attention.output_dropout", "attention.LayerNorm"),),
+            "mlp": (Return("attention", "full_layer_layer_norm"),),
+            "mlp_skip": (Feed("ffn_output", "full_layer_layer_norm"),),
+            "norm": (PassInput("attention.LayerNorm"), PassInput("full_layer_layer_norm")),
+            "identity_trick": (Return("attention", "ffn_output", function="activation"),),
+        },
+    ),
+    Family(
+        name="XLNet",
+        model_types=("xlnet", "rank_xlnet"),
+        layers="layer",
+        attention="rel_attn",
+        batch_first=False,
+        maps="dropout",
+        causal=lambda config: config.attn_type == "uni",
+        query_key=("q", "k"),
+        edits={
+            "attention_skip": (Feed("rel_attn.dropout", "rel_attn.layer_norm"),),
+            "mlp": (PassInput("ff"),),
+            "mlp_skip": (Feed("ff.dropout", "ff.layer_norm"),),
+            "norm": (PassInput("rel_attn.layer_norm"), PassInput("ff.layer_norm")),
+        },
+    ),
+    Family(
+        name="RankEncoder",
+        model_types=("rank_encoder",),
+        layers="layers",
+        attention="attention",
+        query_key=("query", "key"),
+        edits={
+            "attention_skip": (PassInput("attention_skip", 1),),
+            "mlp": (PassInput("mlp_skip", 0), PassInput("mlp_norm")),
+            "mlp_skip": (PassInput("mlp_skip", 1),),
+            "norm": (PassInput("attention_norm"), PassInput("mlp_norm")),
+        },
+    ),
+    Family(
+        name="DistilBERT",
+        model_types=("distilbert",),
+        layers="transformer.layer",
+        attention="attention",
+        query_key=("q_lin", "k_lin"),
+        edits={
+            "attention_skip": (Feed("attention", "sa_layer_norm"),),
+            "mlp": (Return("sa_layer_norm", "output_layer_norm"),),
+            "mlp_skip": (Feed("ffn", "output_layer_norm"),),
+            "norm": (PassInput("sa_layer_norm"), PassInput("output_layer_norm")),
+        },
+    ),
+    pre_norm(
+        "ViT", "vit", layers="layers", attention="attention", mlp="mlp", norms=("layernorm_before", "layernorm_after"),
+        query_key=("q_proj", "k_proj"),
+    ),
+    pre_norm(
+        "GPT-2", "gpt2", layers="h", attention="attn", mlp="mlp", norms=("ln_1", "ln_2"), causal=lambda config: True,
+    ),
+    pre_norm(
+        "Llama", "llama", "qwen2", "qwen3", "mistral", layers="layers", attention="self_attn", mlp="mlp",
+        norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True, query_key=("q_proj", "k_proj"),
+    ),
+    pre_norm(
+        "DeepSeek-V3", "deepseek_v3", layers="layers", attention="self_attn", mlp="mlp",
+        norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True,
+    ),
+)  # fmt: skip
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The row of a model, or a `ValueError` that lists the rows there are."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    for family in TABLE:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(name for family in TABLE for name in family.model_types))
+    raise ValueError(f"no row for model type {model_type!r} ({type(model).__name__}); these have one: {known}.")
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model below its task head."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module | None:
+    """The module at a dotted path, or None where a part of the model is switched off."""
+    module: Any = root
+    for name in path.split("."):
+        module = getattr(module, name)
+        if module is None:
+            return None
+    return module
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layer module of each application, in order: as long as the model is deep, also where modules are shared."""
+    family, base = family_of(model), base_of(model)
+    if ".*." in family.layers:
+        outer, inner = family.layers.split(".*.")
+        modules = [layer for group in submodule(base, outer) for layer in getattr(group, inner)]  # type: ignore[union-attr]
+    else:
+        modules = list(submodule(base, family.layers))  # type: ignore[call-overload]
+    if family.applications is None:
+        return modules
+    return [modules[index] for index in family.applications(base)]

@@ -1,0 +1,93 @@
+"""How token states lose rank from layer to layer, with and without the parts that stop it."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from ..measure import composite_norm, relative_residual, residual, token_cosine
+from .ablate import ablate
+from .architectures import base_of, family_of, layers_of
+from .batches import Inputs, batches_of, evaluating, real_tokens
+
+
+VARIANTS = {
+    "san": {"attention_skip": True, "mlp": True},
+    "san+mlp": {"attention_skip": True},
+    "san+skip": {"mlp": True},
+    "transformer": {},
+}
+
+
+def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {
+        "relative_residual": relative_residual(states, mask),
+        "residual_norm": composite_norm(residual(states, mask)),
+        "token_cosine": token_cosine(states, mask),
+    }
+
+
+class LayerStates:
+    """Hooks that reduce the states of each layer to numbers as soon as they exist, and keep only those."""
+
+    def __init__(self, model: PreTrainedModel, stack: ExitStack):
+        self.family, layers = family_of(model), layers_of(model)
+        self.mask: torch.Tensor | None = None
+        self.rows: list[dict[str, torch.Tensor]] = []
+        for layer in dict.fromkeys(layers):
+            stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(self.leave).remove)
+
+    def enter(self, module, args, kwargs) -> None:
+        if not self.rows:
+            self.reduce(args[0] if args else kwargs["hidden_states"])
+
+    def leave(self, module, args, output) -> None:
+        self.reduce(output[0] if isinstance(output, tuple) else output)
+
+    def reduce(self, states: torch.Tensor) -> None:
+        states = states if self.family.batch_first else states.transpose(0, 1)
+        metrics = states_metrics(states.detach(), self.mask)
+        if not bool(torch.isfinite(metrics["relative_residual"]).all()):
+            raise ValueError(
+                f"the states after layer {len(self.rows)} hold NaN or Inf, or are all zero: there is no residual to "
+                "measure. Check the weights of the model."
+            )
+        self.rows.append(metrics)
+
+
+def measure_collapse(
+    model: PreTrainedModel, inputs: Inputs, variants: Sequence[str] = tuple(VARIANTS)
+) -> pd.DataFrame:
+    """Relative residual, residual norm and mean token cosine of every example at layers 0 (embeddings) to L.
+
+    Args:
+        model: A model of a family in the table of architectures.
+        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        variants (`Sequence[str]`, *optional*):
+            Of `"san"` (attention alone), `"san+mlp"`, `"san+skip"` and `"transformer"` (the whole model).
+
+    Returns a long table with the columns `model, variant, layer, example, metric, value`.
+    """
+    model = getattr(model, "_orig_mod", model)
+    family_of(model)
+    if unknown := sorted(set(variants) - set(VARIANTS)):
+        raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
+    base, frames = base_of(model), []
+    for variant in variants:
+        offset = 0
+        for batch in batches_of(base, inputs):
+            with evaluating(base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
+                recorder = LayerStates(model, stack)
+                recorder.mask = real_tokens(base, batch)
+                base(**batch)
+            for layer, metrics in enumerate(recorder.rows):
+                for metric, values in metrics.items():
+                    frame = pd.DataFrame({"value": values.double().cpu().numpy()})
+                    frame["example"] = range(offset, offset + len(frame))
+                    frames.append(frame.assign(variant=variant, layer=layer, metric=metric))
+            offset += len(values)
+    table = pd.concat(frames, ignore_index=True).assign(model=model.config.model_type)
+    return table[["model", "variant", "layer", "example", "metric", "value"]]

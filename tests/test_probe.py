@@ -1,0 +1,342 @@
+"""Ablation and collapse on real model classes, against the published behaviour and against surgery by hand."""
+
+import threading
+
+import pytest
+import torch
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, float_tensors, tiny_inputs
+from transformers import (
+    DistilBertConfig,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    MambaModel,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5Model,
+)
+
+from hf_rankattn import RankEncoderConfig, RankEncoderModel, ablate, collapse_rate, measure_collapse
+from hf_rankattn.measure import composite_norm, residual
+from hf_rankattn.probe.architectures import layers_of
+
+
+IDS = torch.arange(1, 9)[None]
+
+
+def medium(family, layers=6, **fields):
+    """Hidden 128, as deep as asked, stock geometry: large enough for the published rates."""
+    sizes = {
+        "Bert": {"num_hidden_layers": layers, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256},
+        "XLNet": {"n_layer": layers, "d_model": 128, "n_head": 4, "d_inner": 256},
+    }
+    sizes["Albert"] = {**sizes["Bert"], "embedding_size": 64}
+    return family.stock("Model")(family.stock("Config")(vocab_size=1000, **sizes[family.name], **fields)).eval()
+
+
+def mean_curve(table, variant, metric="relative_residual"):
+    rows = table[(table.variant == variant) & (table.metric == metric)]
+    return rows.groupby("layer").value.mean().tolist()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(1000, (2, 128), generator=torch.Generator().manual_seed(0))
+
+
+class TestCollapse:
+    def test_bert_collapses_doubly_exponentially_without_skips(self, ids):
+        table = measure_collapse(medium(BERT).double(), {"input_ids": ids})
+        san = mean_curve(table, "san")
+        assert len(san) == 7 and 3e-3 < san[1] < 9e-3 and 1e-9 < san[2] < 1e-8 and san[3] < 1e-15
+        rate = collapse_rate(san)
+        assert rate.kind == "doubly_exponential" and rate.exponent == pytest.approx(3, abs=0.4)
+        for variant in ("san+skip", "transformer"):
+            assert all(0.5 < value < 0.75 for value in mean_curve(table, variant)[1:])
+        assert mean_curve(table, "san", "token_cosine")[-1] == pytest.approx(1, abs=1e-9)
+
+    def test_albert_too(self, ids):
+        san = mean_curve(measure_collapse(medium(ALBERT).double(), {"input_ids": ids}, ["san"]), "san")
+        assert 1e-4 < san[1] < 4e-4 and 3e-14 < san[2] < 5e-13
+
+    def test_xlnet_collapses_geometrically(self, ids):
+        table = measure_collapse(medium(XLNET).double(), {"input_ids": ids}, ["san", "san+skip", "transformer"])
+        san = mean_curve(table, "san")
+        assert 5e-15 < san[6] < 2e-13
+        assert collapse_rate(san).kind == "geometric"
+        assert min(mean_curve(table, "san+skip")) > 0.95
+
+    def test_albert_without_its_mlp_and_with_the_identities_of_the_published_code(self, ids):
+        model = medium(ALBERT, layers=12)
+        base = mean_curve(measure_collapse(model, {"input_ids": ids}, ["san+skip"]), "san+skip")[-1]
+        with ablate(model, mlp="identity_trick"):
+            trick = mean_curve(measure_collapse(model, {"input_ids": ids}, ["transformer"]), "transformer")[-1]
+        assert trick > base
+
+    def test_padding_changes_nothing(self):
+        for family in FAMILIES:
+            model = family.rank("Model")(family.rank_config(qk_rank=3)).eval()
+            batch = tiny_inputs(family, "Model")
+            padded = measure_collapse(model, batch)
+            for example, real in enumerate(batch["attention_mask"].bool()):
+                alone = measure_collapse(
+                    model, {name: value[example : example + 1, real] for name, value in batch.items()}
+                )
+                together = padded[padded.example == example].value.to_numpy().copy()
+                torch.testing.assert_close(
+                    torch.from_numpy(together), torch.from_numpy(alone.value.to_numpy().copy()), atol=2e-5, rtol=2e-4
+                )
+
+    def test_batches_lists_and_loaders_are_one(self, ids):
+        model = medium(BERT, layers=2)
+        rows = [{"input_ids": row, "labels": torch.tensor(0)} for row in ids]
+        whole = measure_collapse(model, {"input_ids": ids}, ["san"])
+        listed = measure_collapse(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}], ["san"])
+        loaded = measure_collapse(model, torch.utils.data.DataLoader(rows, batch_size=1), ["san"])
+        key = ["layer", "example", "metric"]
+        for other in (listed, loaded):
+            merged = whole.merge(other, on=key)
+            assert len(merged) == len(whole)
+            # at the floor only the order of sums is left
+            assert ((merged.value_x - merged.value_y).abs() <= 1e-5 * merged.value_x.abs() + 1e-4).all()
+
+    @pytest.mark.parametrize("norm_placement", ["post", "pre"])
+    def test_the_encoder(self, norm_placement):
+        config = RankEncoderConfig(
+            input_dim=16,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=32,
+            norm_placement=norm_placement,
+        )
+        model = RankEncoderModel(config).double().eval()
+        table = measure_collapse(model, {"points": 0.1 * torch.randn(2, 12, 16, dtype=torch.float64)})
+        assert set(table.layer) == {0, 1, 2, 3}
+        assert mean_curve(table, "san")[-1] < 0.05 * mean_curve(table, "san+skip")[-1]
+
+    def test_other_families(self, ids):
+        small = {
+            "vocab_size": 1000,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": 40,
+        }
+        models = [
+            RobertaModel(RobertaConfig(**small, max_position_embeddings=140)),
+            ElectraModel(ElectraConfig(**small, embedding_size=32)),
+            DistilBertModel(DistilBertConfig(vocab_size=1000, dim=32, n_layers=3, n_heads=4, hidden_dim=40)),
+        ]
+        for model in models:
+            table = measure_collapse(model, {"input_ids": ids})
+            assert mean_curve(table, "san")[-1] < 1e-5 < 0.1 < mean_curve(table, "san+skip")[-1], type(model).__name__
+        decoders = [
+            GPT2Model(GPT2Config(vocab_size=1000, n_embd=32, n_layer=3, n_head=4)),
+            LlamaModel(LlamaConfig(**small, num_key_value_heads=2)),
+        ]
+        for model in decoders:
+            table = measure_collapse(model, {"input_ids": ids}, ["san+skip", "transformer"])
+            assert len(mean_curve(table, "san+skip")) == 4
+            with pytest.raises(ValueError, match="`attention_skip` cannot be removed from .*no module to hook"):
+                measure_collapse(model, {"input_ids": ids}, ["san"])
+
+
+def slope(layer, width=64, causal=False):
+    """How the residual of one layer grows with that of its input, on a logarithmic scale."""
+    shared = torch.randn(width, dtype=torch.float64)
+    noise = torch.randn(1, 20, width, dtype=torch.float64)
+    sizes = torch.tensor([0.03, 0.003], dtype=torch.float64)
+    with torch.no_grad():
+        left = torch.stack([composite_norm(residual(layer(shared + size * noise)))[0] for size in sizes])
+    return (left[0] / left[1]).log().item() / (sizes[0] / sizes[1]).log().item()
+
+
+class TestTheExponent:
+    def bert(self, **fields):
+        config = BERT.stock("Config")(
+            hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64, **fields
+        )
+        return BERT.stock("Model")(config).double().eval()
+
+    def test_attention_alone_is_cubic_and_a_skip_makes_it_linear(self):
+        model = self.bert()
+        layer = model.encoder.layer[0]
+        for weight in layer.parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+        with ablate(model, attention_skip=True, mlp=True, norm=True):
+            assert slope(lambda x: layer(self.enter(model, x))) == pytest.approx(3, abs=0.02)
+        with ablate(model, mlp=True, norm=True):
+            assert slope(lambda x: layer(self.enter(model, x))) == pytest.approx(1, abs=0.02)
+
+    @staticmethod
+    def enter(model, states):
+        """The layer is called without its model, so the count of layers is started by hand."""
+        for hook in model._forward_pre_hooks.values():
+            hook(model, ())
+        return states
+
+
+class TestAblate:
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    def test_restored_to_the_last_bit_also_after_an_exception_and_nested(self, family):
+        model = family.rank("Model")(family.rank_config(qk_rank=3)).eval()
+        batch = tiny_inputs(family, "Model")
+        before = float_tensors(model(**batch))
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        with pytest.raises(RuntimeError, match="on purpose"), ablate(model, attention_skip=True):
+            outer = float_tensors(model(**batch))
+            with ablate(model, mlp=True):
+                inner = float_tensors(model(**batch))
+            assert all(torch.equal(a, b) for a, b in zip(outer, float_tensors(model(**batch)), strict=True))
+            raise RuntimeError("on purpose")
+        assert not torch.equal(inner[0], outer[0]) and not torch.equal(outer[0], before[0])
+        assert all(torch.equal(a, b) for a, b in zip(before, float_tensors(model(**batch)), strict=True))
+        assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+    def test_bert_against_surgery_by_hand(self):
+        model = BERT.stock("Model")(BERT.stock_config(num_hidden_layers=1)).eval()
+        layer = model.encoder.layer[0]
+        states = model.embeddings(IDS)
+        attended = layer.attention.output.dense(layer.attention.self(states)[0])
+        norm, mlp = layer.attention.output.LayerNorm, lambda x: layer.output.dense(layer.intermediate(x))
+        after = norm(attended + states)
+        expected = {
+            ("attention_skip", "mlp"): norm(attended),
+            ("mlp",): after,
+            ("mlp", "norm"): attended + states,
+            ("mlp_skip",): layer.output.LayerNorm(mlp(after)),
+            ("attention_skip",): layer.output.LayerNorm(mlp(norm(attended)) + norm(attended)),
+        }
+        self.check(model, expected)
+
+    def test_albert_against_surgery_by_hand(self):
+        model = ALBERT.stock("Model")(ALBERT.stock_config(num_hidden_layers=1, num_hidden_groups=1)).eval()
+        layer = model.encoder.albert_layer_groups[0].albert_layers[0]
+        states = model.encoder.embedding_hidden_mapping_in(model.embeddings(IDS))
+        caught = []
+        handle = layer.attention.dense.register_forward_hook(lambda m, a, o: caught.append(o))
+        model(IDS)
+        handle.remove()
+        norm, last_norm, attended = layer.attention.LayerNorm, layer.full_layer_layer_norm, caught[0]
+        after = norm(attended + states)
+        expected = {
+            ("attention_skip", "mlp"): norm(attended),
+            ("mlp",): after,
+            ("mlp", "norm"): attended + states,
+            ("mlp_skip",): last_norm(layer.ff_chunk(after)),
+            ("attention_skip",): last_norm(layer.ff_chunk(norm(attended)) + norm(attended)),
+            ("identity_trick",): last_norm(layer.activation(after) + after),
+        }
+        self.check(model, expected)
+
+    @staticmethod
+    def check(model, expected):
+        for names, states in expected.items():
+            switches = {
+                "mlp" if name == "identity_trick" else name: name if name == "identity_trick" else True
+                for name in names
+            }
+            with ablate(model, **switches):
+                torch.testing.assert_close(model(IDS).last_hidden_state, states, msg=str(names))
+
+    def test_xlnet_against_its_own_switch(self):
+        model = XLNET.stock("Model")(XLNET.stock_config(n_layer=2)).eval()
+        batch = {"input_ids": torch.arange(1, 9)[None]}
+        with ablate(model, attention_skip=True):
+            ours = model(**batch).last_hidden_state
+        for layer in model.layer:
+            inner = layer.rel_attn.post_attention
+            layer.rel_attn.post_attention = lambda h, vector, residual=True, inner=inner: inner(
+                h, vector, residual=False
+            )
+        assert torch.equal(ours, model(**batch).last_hidden_state)
+
+    def test_chosen_layers_of_shared_weights(self):
+        model = ALBERT.stock("Model")(ALBERT.stock_config(num_hidden_groups=1)).eval()
+        assert len(layers_of(model)) == 4 and len(set(layers_of(model))) == 1
+        batch = tiny_inputs(ALBERT, "Model")
+        whole = model(**batch, output_hidden_states=True).hidden_states
+        with ablate(model, attention_skip=True, layers=[2]):
+            cut = model(**batch, output_hidden_states=True).hidden_states
+        assert torch.equal(cut[2], whole[2]) and not torch.equal(cut[3], whole[3])
+
+    def test_two_threads_on_one_model_are_refused(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        caught = []
+
+        def other():
+            try:
+                with ablate(model, mlp=True):
+                    pass
+            except ValueError as error:
+                caught.append(str(error))
+
+        with ablate(model, attention_skip=True):
+            thread = threading.Thread(target=other)
+            thread.start(), thread.join()
+        assert caught and "another thread is ablating this model" in caught[0]
+        with ablate(model, mlp=True):
+            pass
+
+
+class TestNonsense:
+    def test_inputs(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        with pytest.raises(ValueError, match="`inputs` is empty"):
+            measure_collapse(model, [])
+        with pytest.raises(ValueError, match="must be a dict of tensors"):
+            measure_collapse(model, [torch.ones(2, 3)])
+        with pytest.raises(ValueError, match="no entry of the batch is an input"):
+            measure_collapse(model, {"pixel_values": torch.ones(1, 3)})
+        with pytest.raises(ValueError, match="one token has no others"):
+            measure_collapse(model, {"input_ids": torch.ones(1, 1, dtype=torch.long)})
+        with pytest.raises(ValueError, match="has 65 tokens, but the model has 64 positions"):
+            measure_collapse(model, {"input_ids": torch.ones(1, 65, dtype=torch.long)})
+        batch = {
+            "input_ids": torch.ones(2, 4, dtype=torch.long),
+            "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]),
+        }
+        with pytest.raises(ValueError, match=r"examples \[1\] of the batch have fewer than two tokens"):
+            measure_collapse(model, batch)
+        with pytest.raises(ValueError, match="unknown variants"):
+            measure_collapse(model, batch, ["san+magic"])
+
+    def test_spoilt_weights(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        with torch.no_grad():
+            model.encoder.layer[1].output.dense.weight[0, 0] = torch.nan
+        with pytest.raises(ValueError, match="the states after layer 2 hold NaN or Inf"):
+            measure_collapse(model, {"input_ids": torch.ones(1, 4, dtype=torch.long) * torch.arange(4)})
+
+    def test_models(self):
+        with pytest.raises(ValueError, match="no row for model type 't5'.*these have one: albert, bert"):
+            measure_collapse(T5Model(T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)), {})
+        with pytest.raises(ValueError, match="no row for model type 'mamba'"):
+            with ablate(MambaModel(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10))):
+                pass
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        with pytest.raises(ValueError, match="the model has layers 0 to 2, got"):
+            with ablate(model, mlp=True, layers=[3]):
+                pass
+        with pytest.raises(ValueError, match="`identity_trick` cannot be removed from BERT"):
+            with ablate(model, mlp="identity_trick"):
+                pass
+
+    def test_a_compiled_model_is_measured_as_the_module_it_wraps(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        batch = tiny_inputs(BERT, "Model")
+        plain = measure_collapse(model, batch, ["san"])
+        compiled = measure_collapse(torch.compile(model, backend="eager"), batch, ["san"])
+        assert (plain.value == compiled.value).all()
+
+    def test_the_mode_of_the_model_is_restored(self):
+        model = BERT.stock("Model")(BERT.stock_config()).train()
+        model.embeddings.eval()
+        measure_collapse(model, tiny_inputs(BERT, "Model"), ["san"])
+        assert model.training and not model.embeddings.training
