@@ -26,6 +26,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .probe import ablate as ablate
+    from .probe import measure_attention as measure_attention
     from .probe import measure_collapse as measure_collapse
 
 # The modelling files stand alone, so that they can be exported; what shares a model with its card joins them here.
@@ -38,7 +39,7 @@ for _base in (
     _base.push_to_hub = push_to_hub  # type: ignore[method-assign, assignment]
 
 # Their tables need pandas, which is slow to import and not needed to load a model.
-_LAZY = {"ablate": ".probe", "measure_collapse": ".probe"}
+_LAZY = dict.fromkeys(("ablate", "measure_attention", "measure_collapse"), ".probe")
 
 
 def __getattr__(name: str):

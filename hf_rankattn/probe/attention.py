@@ -1,0 +1,126 @@
+"""How much rank the attention maps of a model have, layer by layer and head by head."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Literal
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from ..measure import cheap_metrics, spectral_metrics
+from .architectures import base_of, family_of, layers_of, submodule
+from .batches import Inputs, batches_of, evaluating, real_tokens
+
+
+MEASURES = {"cheap": cheap_metrics, "full": spectral_metrics}
+RELATIVE = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank")
+
+
+@contextmanager
+def eager(model: PreTrainedModel) -> Iterator[None]:
+    """Attention that makes its maps; the implementation the model had is restored."""
+    before = model.config._attn_implementation
+    if before == "eager":
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@lru_cache(maxsize=256)
+def content_free(n: int, metrics: str) -> dict[str, float]:
+    """The metrics of the causal map that looks at no content, row i spreading 1/i over its past."""
+    maps = torch.tril(torch.ones(n, n, dtype=torch.float64)) / torch.arange(1, n + 1)[:, None]
+    return {name: value.item() for name, value in MEASURES[metrics](maps).items()}
+
+
+class LayerMaps:
+    """Hooks that reduce the maps of each layer to numbers as soon as they exist, and keep only those."""
+
+    def __init__(self, model: PreTrainedModel, metrics: str, mask: torch.Tensor | None, stack: ExitStack):
+        self.family, self.metrics, self.mask = family_of(model), metrics, mask
+        self.causal = self.family.causal(model.config)
+        self.rows: list[dict[str, torch.Tensor]] = []
+        self.fresh = True
+        for layer in dict.fromkeys(layers_of(model)):
+            attention = submodule(layer, self.family.attention)
+            assert attention is not None
+            if self.family.maps == "dropout":
+                stack.callback(layer.register_forward_pre_hook(self.enter).remove)
+                stack.callback(attention.dropout.register_forward_pre_hook(self.drop).remove)  # type: ignore[union-attr]
+            else:
+                stack.callback(attention.register_forward_hook(self.leave).remove)
+
+    def enter(self, module, args) -> None:
+        self.fresh = True
+
+    def drop(self, module, args) -> None:
+        # XLNet's attention sends its maps through dropout first, and then its output
+        if self.fresh:
+            self.fresh = False
+            self.reduce(args[0])
+
+    def leave(self, module, args, output) -> None:
+        maps = output[1]
+        if maps is None:
+            raise ValueError(
+                f"{type(module).__name__} returned no maps under eager attention: nothing can be measured."
+            )
+        self.reduce(maps)
+
+    def reduce(self, maps: torch.Tensor) -> None:
+        values = MEASURES[self.metrics](maps.detach(), self.mask)
+        if not all(bool(torch.isfinite(value).all()) for value in values.values()):
+            raise ValueError(f"the maps of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
+        if self.causal:
+            lengths = [maps.shape[-1]] * len(maps) if self.mask is None else self.mask.bool().sum(-1).tolist()
+            references = [content_free(length, self.metrics) for length in lengths]
+            for name in [name for name in RELATIVE if name in values]:
+                reference = torch.tensor([entry[name] for entry in references], device=maps.device)
+                values[f"{name}_over_content_free"] = values[name] / reference[:, None].to(values[name].dtype)
+        self.rows.append(values)
+
+
+def measure_attention(
+    model: PreTrainedModel, inputs: Inputs, metrics: Literal["cheap", "full"] = "cheap"
+) -> pd.DataFrame:
+    """Rank metrics of the attention map of every layer, head and example.
+
+    Args:
+        model: A model of a family in the table of architectures.
+        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. Padded rows and columns are dropped.
+        metrics (`str`, *optional*, defaults to `"cheap"`):
+            `"full"` takes the singular values of every map ([`spectral_metrics`]); `"cheap"` needs none
+            ([`cheap_metrics`]), and gives the error of its stable rank as a metric of its own.
+
+    Causal maps have rank even where they look at no content, so for causal models each rank metric is also given as a
+    multiple of that of the content-free map, under the name `..._over_content_free`.
+
+    Returns a long table with the columns `model, layer, head, example, metric, value`.
+    """
+    model = getattr(model, "_orig_mod", model)
+    family_of(model)
+    if metrics not in MEASURES:
+        raise ValueError(f"`metrics` must be 'cheap' or 'full', got {metrics!r}.")
+    base, frames, offset = base_of(model), [], 0
+    for batch in batches_of(base, inputs):
+        mask = real_tokens(base, batch)
+        with evaluating(base), eager(model), ExitStack() as stack:
+            recorder = LayerMaps(model, metrics, mask, stack)
+            base(**batch)
+        for layer, values in enumerate(recorder.rows):
+            examples, heads = next(iter(values.values())).shape
+            index = pd.MultiIndex.from_product(
+                [range(offset, offset + examples), range(heads)], names=["example", "head"]
+            )
+            columns = {name: value.double().flatten().cpu().numpy() for name, value in values.items()}
+            wide = pd.DataFrame(columns, index=index).rename_axis(columns="metric")
+            frames.append(wide.stack().rename("value").reset_index().assign(layer=layer))
+        offset += examples
+    table = pd.concat(frames, ignore_index=True).assign(model=model.config.model_type)
+    return table[["model", "layer", "head", "example", "metric", "value"]]
