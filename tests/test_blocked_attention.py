@@ -78,14 +78,18 @@ def test_only_some_inputs_need_gradients(needed, small_blocks):
     torch.testing.assert_close(*gradients)
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong():
-    layers = build(2, 3, 4)
-    states = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(
-        blocks.blocked_attention(states, *layers, 2, 1.0, 1.0).square().sum(), states, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+@pytest.mark.parametrize("loss", [torch.sum, lambda x: x.square().sum()], ids=["sum", "squares"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_second_derivatives_are_those_of_plain_attention(loss, bias, small_blocks):
+    layers = build(5, 3, 4, bias=bias)
+    states = torch.randn(7, 9, 12, dtype=torch.float64, requires_grad=True)
+    results = []
+    for attend in (naive, blocks.blocked_attention):
+        (first,) = torch.autograd.grad(loss(attend(states, *layers, 5, 0.7, 0.3)), states, create_graph=True)
+        wanted = [states, *(layer.weight for layer in layers)]
+        results.append([first, *torch.autograd.grad(first.square().sum(), wanted)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-8)
 
 
 def test_layers_that_are_more_than_a_weight_are_run_as_modules():
@@ -104,3 +108,41 @@ def test_layers_that_are_more_than_a_weight_are_run_as_modules():
     assert blocks.blocked_attention(states.bfloat16(), *build(2, 3, 4, dtype=torch.bfloat16), 2, 1.0, 1.0) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert blocks.blocked_attention(states.float(), *build(2, 3, 4, dtype=torch.float32), 2, 1.0, 1.0) is None
+
+
+def test_what_is_not_a_plain_layer_is_run_as_one(tmp_path):
+    """Offloaded and patched layers, global hooks and function transforms: sdpa and eager agree, and nothing breaks."""
+    from accelerate import cpu_offload
+
+    from hf_rankattn import RankEncoderConfig, RankEncoderModel
+
+    config = RankEncoderConfig(input_dim=12, num_attention_heads=2, intermediate_size=16)
+    model, points = RankEncoderModel(config).eval(), torch.randn(2, 5, 12)
+    layer = model.layers[0].attention
+    expected = model(points=points).last_hidden_state
+
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    model(points=points)
+    handle.remove()
+    assert layer.query in seen
+
+    torch.func.grad(lambda x: model(points=x).last_hidden_state.sum())(points)
+
+    patched = layer.query.forward
+    layer.query.forward = lambda x: 0 * patched(x)
+    sdpa = model(points=points).last_hidden_state
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(points=points).last_hidden_state, sdpa)
+    del layer.query.forward
+    model.set_attn_implementation("sdpa")
+
+    model.save_pretrained(tmp_path / "model")
+    placed = RankEncoderModel.from_pretrained(
+        tmp_path / "model",
+        device_map={"embeddings": "cpu", "layers": "disk", "norm": "cpu"},
+        offload_folder=tmp_path / "off",
+    )
+    torch.testing.assert_close(placed(points=points).last_hidden_state, expected)
+    cpu_offload(model, torch.device("cpu"))
+    torch.testing.assert_close(model(points=points).last_hidden_state, expected)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -30,6 +31,20 @@ BAD_FIELDS = {
     "head-dim": ({"head_dim": 4}, "Set `qk_rank`"),
     "heads-do-not-divide": ({"num_attention_heads": 5}, "set `qk_rank`"),
     "heads-do-not-divide-values": ({"num_attention_heads": 5, "qk_rank": 4}, "set `v_head_dim`"),
+    "rank-huge": ({"qk_rank": 10**13}, "`qk_rank` must be at most"),
+    "rank-beyond-float": ({"qk_rank": 10**400}, "`qk_rank` must be at most"),
+    "scale-beyond-float": ({"qk_scale": 10**400}, "`qk_scale` multiplies the logits"),
+    "rank-list-with-none": ({"qk_rank": [4, 0, 4]}, "at least 1, got 0"),
+    "misspelt": ({"qkrank": 4}, "Did you mean `qk_rank`"),
+    "misspelt-values": ({"v_dim": 4}, "Did you mean `v_head_dim`"),
+    "layers-negative": ({"num_hidden_layers": -1}, "must not be negative"),
+    "layer-map-is-a-list": ({"per_layer_config": [{"qk_rank": 4}]}, "must be a dict"),
+    "layer-map-of-numbers": ({"per_layer_config": {0: 4}}, "it maps layers to fields"),
+    "layer-key-float": ({"per_layer_config": {1.7: {"qk_rank": 4}}}, "it maps layers to fields"),
+    "layer-key-bool": ({"per_layer_config": {True: {"qk_rank": 4}}}, "it maps layers to fields"),
+    "layer-key-word": ({"per_layer_config": {"first": {"qk_rank": 4}}}, "it maps layers to fields"),
+    "layer-named-twice": ({"per_layer_config": {0: {"qk_rank": 4}, "00": {"qk_rank": 5}}}, "layer 0 twice"),
+    "layer-misspelt": ({"per_layer_config": {0: {"qkrank": 4}}}, "may set qk_rank"),
     "no-heads": ({"num_attention_heads": 0, "qk_rank": 4, "v_head_dim": 4}, "at least 1"),
     "layer-rank-zero": ({"per_layer_config": {0: {"qk_rank": 0}}}, "at least 1, got 0"),
     "layer-rank-string": ({"per_layer_config": {0: {"qk_rank": "4"}}}, "qk_rank"),
@@ -73,7 +88,7 @@ class TestBadInput:
                         family.rank(suffix)(other.rank_config())
 
     def test_a_stock_config_object_is_refused_with_the_way_out(self, family):
-        with pytest.raises(ValueError, match=r"use Rank\w+Config\(\*\*config.to_dict\(\)\)"):
+        with pytest.raises(ValueError, match=r"Use Rank\w+Config\(\*\*config.to_dict\(\)\)"):
             family.rank("Model")(family.stock_config())
         assert family.rank("Model")(family.rank("Config")(**family.stock_config().to_dict()))
 
@@ -105,6 +120,45 @@ class TestBadInput:
         config.qk_rank = 0
         with pytest.raises(ValueError, match="at least 1, got 0"):
             family.rank("Model")(config)
+        for spoilt, message in [
+            ({1: {"skip": ["mlp"]}}, "would not apply"),
+            ({1: {"initializer_range": 0.5}}, "would not apply"),
+            ({0: {"qk_rank": 0}}, "at least 1, got 0"),
+        ]:
+            config = family.rank_config()
+            config.per_layer_config = spoilt
+            with pytest.raises(ValueError, match=message):
+                family.rank("Model")(config)
+
+    def test_a_value_for_all_layers_of_a_config_that_differs_by_layer(self, family, tmp_path):
+        ranks = [2, 5] if family is ALBERT else [2, 5, 3]
+        config = family.rank_config(qk_rank=ranks, v_head_dim=6)
+        with pytest.raises(ValueError, match="`qk_rank` differs by layer"):
+            config.qk_rank = 7
+        config.save_pretrained(tmp_path)
+        depth = config.num_hidden_layers
+        loaded = type(config).from_pretrained(tmp_path, qk_rank=7)
+        assert {loaded.head_geometry(i).qk_rank for i in range(depth)} == {7}
+        loaded = type(config).from_pretrained(tmp_path, qk_rank=ranks[::-1])
+        assert loaded.head_geometry(0).qk_rank == ranks[-1] and loaded.head_geometry(0).v_head_dim == 6
+
+    def test_overrides_of_stock_fields_are_checked_too(self, family, tmp_path):
+        family.rank("Model")(family.rank_config()).save_pretrained(tmp_path)
+        for fields in ({"num_attention_heads": 5}, {"num_hidden_layers": -1}):
+            with pytest.raises(ValueError):
+                family.rank("Model").from_pretrained(tmp_path, **fields)
+
+    def test_numbers_of_numpy_and_tuples_are_numbers_and_lists(self, family):
+        config = family.rank_config(qk_rank=np.int64(3), qk_scale=np.float32(0.5))
+        assert type(config.qk_rank) is int and type(config.qk_scale) is float
+        ranks = (2, 5) if family is ALBERT else (2, 5, 3)
+        assert family.rank_config(qk_rank=ranks).head_geometry(0).qk_rank == 2
+        equal = family.rank_config(qk_rank=[3] * len(ranks))
+        assert equal.qk_rank == 3 and not equal.is_heterogeneous
+
+    def test_layers_that_do_not_exist(self, family):
+        with pytest.raises(ValueError, match="the model has layers 0 to"):
+            family.rank_config().head_geometry(7)
 
 
 def test_albert_refuses_a_value_for_one_layer_of_a_group():
@@ -114,6 +168,20 @@ def test_albert_refuses_a_value_for_one_layer_of_a_group():
         ALBERT.rank_config(qk_rank=[4, 4, 8, 8])
     config = ALBERT.rank_config(per_layer_config={2: {"qk_rank": 4}, 3: {"qk_rank": 4}})
     assert [config.head_geometry(layer).qk_rank for layer in range(4)] == [8, 8, 4, 4]
+
+
+def test_xlnet_knows_the_common_names():
+    config = XLNET.rank("Config")(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=9, qk_rank=[3, 4]
+    )
+    assert (config.d_model, config.n_head, config.n_layer, config.d_head) == (32, 4, 2, 8)
+
+
+def test_a_config_class_of_the_users_own_is_accepted():
+    class Mine(BERT.rank("Config")):
+        model_type = "my_bert"
+
+    assert BERT.rank("Model")(Mine(**BERT.sizes, qk_rank=2)).encoder.layer[0].attention.self.qk_rank == 2
 
 
 def test_xlnet_refuses_a_head_width_that_it_would_ignore():
@@ -157,6 +225,10 @@ def test_predictions_stay_plain_arrays(family):
 
 
 BAD_ENCODERS = {
+    "misspelt": ({"input_dim": 4, "num_layers": 2}, "Did you mean `num_hidden_layers`"),
+    "unknown-activation": ({"input_dim": 4, "hidden_act": "rellu"}, "`hidden_act` must be one of"),
+    "dropout-above-one": ({"input_dim": 4, "attention_probs_dropout_prob": 1.5}, "at least 0 and below 1"),
+    "pad-outside": ({"vocab_size": 4, "hidden_size": 4, "pad_token_id": 9}, "not in the vocabulary"),
     "neither-input": ({}, "exactly one of `input_dim`"),
     "both-inputs": ({"input_dim": 4, "vocab_size": 9}, "exactly one of `input_dim`"),
     "rank-zero": ({"input_dim": 4, "qk_rank": 0}, "at least 1, got 0"),
@@ -192,6 +264,9 @@ def test_encoder_inputs_that_do_not_fit():
         ({"points": points, "labels": torch.randn(2, 3)}, "`labels` must be"),
         ({"points": points, "attention_mask": torch.ones(2, 4)}, "`attention_mask` must be"),
         ({"points": torch.randn(2, 6, 4)}, "max_position_embeddings=5"),
+        ({"points": points, "queries": torch.randn(3, 2, 4)}, "batch size of `points`, 2, got 3"),
+        ({"points": points, "label": points}, "Did you mean `labels`"),
+        ({}, "reads `points`"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(**kwargs)

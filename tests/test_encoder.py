@@ -72,7 +72,7 @@ def test_forward_and_gradients_equal_the_naive_oracle(heads, rank, width, masked
     oracle_model = RankEncoderModel(config).double()
     oracle_model.load_state_dict(model.state_dict())
     oracle_points = points.detach().double().requires_grad_()
-    states = oracle_points
+    states = oracle_points if mask is None else oracle_points * mask[..., None]
     for layer in oracle_model.layers:
         states = naive_layer(layer, states, mask)
     (states * probe.double()).sum().backward()
@@ -201,6 +201,9 @@ class TestParts:
         assert together.shape == (2, 3, 6)
         alone = model(points=points, queries=queries[:, 1:2]).logits
         torch.testing.assert_close(together[:, 1:2], alone)
+        model.set_attn_implementation("eager")
+        for maps in model(points=points, queries=queries, output_attentions=True).attentions:
+            assert maps[..., 5:].abs().max() == 0, "no token attends to a query, not even the query itself"
         moved = model(points=points + 1.0, queries=queries).logits
         assert not torch.allclose(moved, together)
 
@@ -211,6 +214,20 @@ class TestParts:
         padded = model(points=points, labels=labels, attention_mask=mask)
         short = model(points=points[:, :3], labels=labels[:, :3])
         torch.testing.assert_close(padded.loss, short.loss)
+
+    def test_nothing_in_the_padding_reaches_the_others(self):
+        model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=6))
+        points, labels, mask = torch.randn(2, 5, 6), torch.randn(2, 5, 6), torch.ones(2, 5)
+        mask[0, 3:] = 0
+        clean = model(points=points, labels=labels, attention_mask=mask)
+        points[0, 3:], labels[0, 3:] = torch.nan, torch.inf
+        spoilt = model(points=points, labels=labels, attention_mask=mask)
+        assert torch.equal(clean.loss, spoilt.loss) and torch.equal(clean.logits[0, :3], spoilt.logits[0, :3])
+
+    def test_points_come_in_any_precision(self):
+        model = RankEncoderModel(RankEncoderConfig(input_dim=6))
+        points = torch.randn(2, 5, 6)
+        assert torch.equal(model(points=points.double()).last_hidden_state, model(points=points).last_hidden_state)
 
     def test_the_loss_of_predicting_zero_for_unit_vectors_is_one(self):
         config = RankEncoderConfig(input_dim=6, use_skip=False, use_mlp=False, norm="none", attention_bias=False)
@@ -248,9 +265,13 @@ class TestParts:
         exact = model(points=points).last_hidden_state
         half = model.to(torch.bfloat16)(points=points.bfloat16()).last_hidden_state
         torch.testing.assert_close(half.float(), exact, atol=3e-2, rtol=3e-2)
-        model.float().gradient_checkpointing_enable()
-        model(points=points).last_hidden_state.sum().backward()
-        assert all(p.grad is not None for p in model.layers[0].attention.parameters())
+        gradients = []
+        for switch in (model.float().gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+            switch()
+            model.zero_grad()
+            model(points=points).last_hidden_state.square().sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 class TestAccounting:

@@ -1,6 +1,6 @@
 """How much rank the attention maps of a model have, layer by layer and head by head."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Literal
@@ -14,7 +14,7 @@ from .architectures import base_of, family_of, layers_of, submodule
 from .batches import Inputs, batches_of, evaluating, real_tokens
 
 
-MEASURES = {"cheap": cheap_metrics, "full": spectral_metrics}
+MEASURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"cheap": cheap_metrics, "full": spectral_metrics}
 RELATIVE = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank")
 
 

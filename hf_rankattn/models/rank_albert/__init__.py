@@ -1,4 +1,5 @@
 from transformers import (
+    AlbertTokenizer,
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
@@ -8,6 +9,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoModelForTokenClassification,
+    AutoTokenizer,
 )
 
 from .configuration_rank_albert import RankAlbertConfig
@@ -32,6 +34,7 @@ AutoModelForQuestionAnswering.register(RankAlbertConfig, RankAlbertForQuestionAn
 AutoModelForSequenceClassification.register(RankAlbertConfig, RankAlbertForSequenceClassification, exist_ok=True)
 AutoModelForTextEncoding.register(RankAlbertConfig, RankAlbertModel, exist_ok=True)
 AutoModelForTokenClassification.register(RankAlbertConfig, RankAlbertForTokenClassification, exist_ok=True)
+AutoTokenizer.register(RankAlbertConfig, AlbertTokenizer, exist_ok=True)
 
 __all__ = [
     "RankAlbertConfig",

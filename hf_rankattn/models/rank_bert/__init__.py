@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertTokenizer,
 )
 
 from .configuration_rank_bert import RankBertConfig
@@ -39,6 +41,7 @@ AutoModelForQuestionAnswering.register(RankBertConfig, RankBertForQuestionAnswer
 AutoModelForSequenceClassification.register(RankBertConfig, RankBertForSequenceClassification, exist_ok=True)
 AutoModelForTextEncoding.register(RankBertConfig, RankBertModel, exist_ok=True)
 AutoModelForTokenClassification.register(RankBertConfig, RankBertForTokenClassification, exist_ok=True)
+AutoTokenizer.register(RankBertConfig, BertTokenizer, exist_ok=True)
 
 __all__ = [
     "RankBertConfig",

@@ -1,7 +1,11 @@
 """RankBERT configuration: BERT with the query-key rank of a head as a field of its own."""
 
-import math
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from functools import wraps
+from numbers import Integral, Number
 from typing import Any, NamedTuple
 
 from huggingface_hub.dataclasses import strict
@@ -14,6 +18,8 @@ from transformers import BertConfig
 
 
 RANK_FIELDS = ("qk_rank", "v_head_dim", "qk_norm", "qk_scale")
+LISTED_FIELDS = ("qk_rank", "v_head_dim")
+WIDEST = 2**20  # beyond any head that can be allocated
 
 
 class RankConfigError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
@@ -41,7 +47,7 @@ def check_rank_field(name: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"`qk_norm` is a switch and must be True or False, got {value!r}.")
     elif name == "qk_scale":
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise ValueError(
                 f"`qk_scale` multiplies the logits and must be a positive finite number, got {value!r}. "
                 "Leave it out (None) for qk_rank ** -0.5."
@@ -49,9 +55,20 @@ def check_rank_field(name: str, value: Any) -> None:
     elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
             f"`{name}` is a width and must be an integer of at least 1, got {value!r}. Leave it out (None) for the "
-            f'stock width hidden_size / num_attention_heads; use `per_layer_config={{0: {{"{name}": 8}}}}`, or a list '
-            "with one integer per layer, for values that differ by layer."
+            f'stock width hidden_size / num_attention_heads; use `per_layer_config={{0: {{"{name}": 8}}}}`, or give the '
+            "config a list when it is made, for values that differ by layer."
         )
+    elif value > WIDEST:
+        raise ValueError(f"`{name}` must be at most {WIDEST}, got a number of {len(str(value))} digits.")
+
+
+def plain(value: Any) -> Any:
+    """Numbers of numpy and tuples as the int, float and list that JSON knows."""
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, Number):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def value_errors(cls):
@@ -62,11 +79,15 @@ def value_errors(cls):
     def __init__(self, *args, **kwargs):
         try:
             for name in RANK_FIELDS:
-                if name in kwargs and not isinstance(kwargs[name], list):
-                    check_rank_field(name, kwargs[name])
+                if name in kwargs:
+                    kwargs[name] = plain(kwargs[name])
+                    listed = isinstance(kwargs[name], list) and name in LISTED_FIELDS
+                    for value in kwargs[name] if listed else [kwargs[name]]:
+                        check_rank_field(name, value)
             strict_init(self, *args, **kwargs)
         except (StrictDataclassError, ValueError) as error:
-            raise RankConfigError(f"{cls.__name__}: {error.__cause__ or error}") from error
+            reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+            raise RankConfigError(f"{cls.__name__}: {reason}") from error
 
     cls.__init__ = __init__
     return cls
@@ -76,6 +97,8 @@ class RankConfigMixin:
     """What the four rank fields need beyond being fields: defaults, per-layer values, checks."""
 
     stock_model_type: str | None = None
+    # names that a misspelt argument is compared with; stock configs carry too many old keys to refuse all unknown ones
+    own_fields: tuple[str, ...] = RANK_FIELDS
 
     def __post_init__(self, **kwargs):
         if "head_dim" in kwargs:
@@ -83,6 +106,9 @@ class RankConfigMixin:
                 f"`head_dim` is not a field of this family and stock {self.stock_model_type or 'models'} would ignore it. "
                 "Set `qk_rank` for the query/key width of a head and `v_head_dim` for its value width."
             )
+        for name in kwargs:
+            if not hasattr(self, name) and (meant := get_close_matches(name, self.own_fields, n=1, cutoff=0.66)):
+                raise ValueError(f"`{name}` is not a field. Did you mean `{meant[0]}`?")
         model_type = kwargs.pop("model_type", self.model_type)
         if model_type not in (self.model_type, self.stock_model_type):
             raise ValueError(
@@ -90,10 +116,32 @@ class RankConfigMixin:
                 + (f" or the stock {self.stock_model_type!r}" if self.stock_model_type else "")
                 + ". Load it with the class of its own family."
             )
-        per_layer = self._spread_lists(kwargs.pop("per_layer_config", None))
+        per_layer = self._spread_lists(self._checked_layers(kwargs.pop("per_layer_config", None)))
         super().__post_init__(**kwargs)
-        if per_layer is not None:
+        if per_layer:
             self.per_layer_config = per_layer
+
+    @staticmethod
+    def _checked_layers(per_layer_config: Any) -> dict[int, dict[str, Any]]:
+        """`per_layer_config` with integer keys and plain values, or a `ValueError`."""
+        example = 'it maps layers to fields, such as {0: {"qk_rank": 8}}'
+        if per_layer_config is not None and not isinstance(per_layer_config, Mapping):
+            raise ValueError(f"`per_layer_config` must be a dict, got {per_layer_config!r}: {example}.")
+        checked: dict[int, dict[str, Any]] = {}
+        for layer, given in (per_layer_config or {}).items():
+            if isinstance(layer, bool) or not str(layer).isdigit() or not isinstance(given, Mapping):
+                raise ValueError(f"`per_layer_config` got {layer!r}: {given!r}, but {example}.")
+            if foreign := sorted(set(given) - set(RANK_FIELDS)):
+                raise ValueError(
+                    f"`per_layer_config` may set {', '.join(RANK_FIELDS)}; got {', '.join(foreign)}, "
+                    "which the layers of this family would not apply."
+                )
+            if int(layer) in checked:
+                raise ValueError(f"`per_layer_config` names layer {int(layer)} twice.")
+            checked[int(layer)] = {name: plain(value) for name, value in given.items()}
+            for name, value in checked[int(layer)].items():
+                check_rank_field(name, value)
+        return checked
 
     def _layers_of_list_entry(self, num_entries: int) -> list[list[int]]:
         """The layers that each entry of a list such as `qk_rank=[4, 8]` speaks of."""
@@ -103,16 +151,18 @@ class RankConfigMixin:
             )
         return [[layer] for layer in range(num_entries)]
 
-    def _spread_lists(self, per_layer_config: dict | None) -> dict[int, dict[str, Any]] | None:
+    def _spread_lists(self, per_layer_config: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """`per_layer_config` with the entries of list-valued widths written into it."""
-        lists = {name: getattr(self, name) for name in ("qk_rank", "v_head_dim")}
-        lists = {name: values for name, values in lists.items() if isinstance(values, list)}
-        if not lists:
-            return per_layer_config
-        spread: dict[int, dict[str, Any]] = {int(i): dict(given) for i, given in (per_layer_config or {}).items()}
-        for name, values in lists.items():
-            for value, layers in zip(values, self._layers_of_list_entry(len(values)), strict=True):
-                check_rank_field(name, value)
+        spread = {layer: dict(given) for layer, given in per_layer_config.items()}
+        for name in LISTED_FIELDS:
+            values = getattr(self, name)
+            if not isinstance(values, list):
+                continue
+            layers_of_entry = self._layers_of_list_entry(len(values))
+            if len(set(values)) == 1 and not any(name in given for given in spread.values()):
+                setattr(self, name, values[0])
+                continue
+            for value, layers in zip(values, layers_of_entry, strict=True):
                 for layer in layers:
                     if spread.setdefault(layer, {}).setdefault(name, value) != value:
                         raise ValueError(
@@ -121,25 +171,39 @@ class RankConfigMixin:
             setattr(self, name, None)
         return spread
 
+    def __setattr__(self, name, value):
+        if name in RANK_FIELDS and self.is_heterogeneous and name in self.per_layer_attributes:
+            raise ValueError(
+                f"`{name}` differs by layer, so the layers would not follow one value. Assign `per_layer_config` (None to "
+                "remove it) instead, or make a new config."
+            )
+        super().__setattr__(name, value)
+
     def validate_architecture(self):
         """Refuse widths that cannot be built, in every layer."""
+        if self.num_hidden_layers < 0:
+            raise ValueError(f"num_hidden_layers must not be negative, got {self.num_hidden_layers}.")
         if not self.is_heterogeneous:
             resolve_heads(self)
             return
-        foreign = sorted(set(self.per_layer_attributes) - set(RANK_FIELDS))
-        if foreign or any(layer.skip for layer in self.per_layer_config):
-            raise ValueError(
-                f"`per_layer_config` may set {', '.join(RANK_FIELDS)}; got {', '.join(foreign) or 'skip'}, "
-                "which the layers of this family would not apply."
-            )
+        # assigned to a config that was made already, per_layer_config has not passed by `_checked_layers`
+        overrides = self._heterogeneity_spec.per_layer_overrides
+        self._checked_layers(overrides)
+        if gone := [layer for layer in overrides if layer >= self.num_hidden_layers]:
+            raise ValueError(f"`per_layer_config` speaks of layers {gone}, the model has {self.num_hidden_layers}.")
         for layer in self.per_layer_config:
-            for name in RANK_FIELDS:
-                check_rank_field(name, getattr(layer, name))
             resolve_heads(layer)
 
     def head_geometry(self, layer_idx: int | None = None) -> HeadGeometry:
         """The widths, norm and scale of the heads of one layer, defaults filled in."""
+        if layer_idx is not None and layer_idx not in range(self.num_hidden_layers):
+            raise ValueError(f"the model has layers 0 to {self.num_hidden_layers - 1}, got layer {layer_idx!r}.")
         return resolve_heads(self if layer_idx is None else self.per_layer_config[layer_idx])
+
+    def save_pretrained(self, save_directory, **kwargs):
+        if self._auto_class is None:
+            self.__dict__.pop("auto_map", None)  # names source files that a plain save does not write
+        super().save_pretrained(save_directory, **kwargs)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -151,8 +215,14 @@ class RankConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        # transformers sets overrides on the finished config, past the checks; these go in by the front door.
-        front = {name: kwargs.pop(name) for name in (*RANK_FIELDS, "per_layer_config", "head_dim") if name in kwargs}
+        # transformers sets overrides on the finished config, past the checks; fields go in by the front door
+        known = {field.name for field in fields(cls)} | {*cls.attribute_map, "per_layer_config", "head_dim"}
+        front = {name: kwargs.pop(name) for name in list(kwargs) if name in known and name != "dtype"}
+        config_dict = dict(config_dict)
+        if "per_layer_config" not in front and (stored := config_dict.get("per_layer_config")):
+            # one value for all layers, or a list, replaces what was stored layer by layer
+            kept = {i: {name: v for name, v in given.items() if name not in front} for i, given in stored.items()}
+            config_dict["per_layer_config"] = {i: given for i, given in kept.items() if given}
         return super().from_dict({**config_dict, **front}, **kwargs)
 
 
@@ -168,7 +238,7 @@ def resolve_heads(config) -> HeadGeometry:
         if getattr(config, name) is None and remainder:
             raise ValueError(
                 f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}, so there is no stock head "
-                f"width to fall back on: set `{name}` (and the other of `qk_rank`, `v_head_dim`) to an integer."
+                f"width to fall back on: set `{name}` to an integer."
             )
     qk_rank = config.qk_rank or stock_width
     return HeadGeometry(

@@ -9,7 +9,6 @@ import math
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 
 ROWS = 2048  # batch positions handled at a time
@@ -143,14 +142,20 @@ class BlockedAttention(torch.autograd.Function):
                 y.addmm_(merged.t(), out_weight[:, a * v_dim : (a + h) * v_dim].t(), beta=int(a > 0))
                 kept += [*qkv, probs, merged] if recall else qkv if keep else []
             core.unflat(y, out_rows)
-        ctx.save_for_backward(x, weight, out_weight, *kept)
+        ctx.save_for_backward(x, weight, bias, out_weight, *kept)
         ctx.core, ctx.shape, ctx.recall = core, shape, recall
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        x, weight, out_weight, *kept = ctx.saved_tensors
+        x, weight, bias, out_weight, *kept = ctx.saved_tensors
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True: gradients of plain operations, which can be differentiated again
+            inputs = [z for z, need in zip((x, weight, bias, out_weight), ctx.needs_input_grad, strict=False) if need]
+            output = plain_attention(x, weight, bias, out_weight, ctx.shape)
+            grads = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
+            return *(next(grads) if need else None for need in ctx.needs_input_grad[:4]), None, None
         core, (heads, rank, v_dim, samples, step) = ctx.core, ctx.shape
         width, scratch, kept = 2 * rank + v_dim, Scratch(x), iter(kept)
         need_x, need_weight, need_bias, need_out = ctx.needs_input_grad[:4]
@@ -190,16 +195,43 @@ class BlockedAttention(torch.autograd.Function):
         return g_x, g_weight, g_bias, g_out, None, None
 
 
+def plain_attention(x, weight, bias, out_weight, shape):
+    """What [`BlockedAttention`] computes, block by block in operations that autograd knows."""
+    heads, rank, v_dim, _, step = shape
+    width, output = 2 * rank + v_dim, 0
+    projected = nn.functional.linear(x, weight, bias)
+    for a in range(0, heads, step):
+        h = min(step, heads - a)
+        block = projected[..., a * width : (a + h) * width].split([h * rank, h * rank, h * v_dim], -1)
+        q, k, v = (z.unflatten(-1, (h, -1)).transpose(1, 2) for z in block)
+        joined = (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
+        output = output + joined @ out_weight[:, a * v_dim : (a + h) * v_dim].t()
+    return output
+
+
+def is_plain(layer: nn.Module, states: torch.Tensor) -> bool:
+    """Whether a layer is no more than its weight: adapters, offloading, hooks and quantisation have to run as modules."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in vars(layer)
+        and type(layer.weight) in (nn.Parameter, torch.Tensor)
+        and layer.weight.dtype == states.dtype
+        and layer.weight.device == states.device
+        and not any(hooks)
+    )
+
+
 def block_sizes(states: torch.Tensor, layers: tuple[nn.Module, ...], num_heads: int, rank: int, v_dim: int):
     """Samples and heads per block, or None where blocks do not apply or one score matrix alone overflows them."""
-    plain = states.device.type == "cpu" and states.dtype in (torch.float32, torch.float64)
-    if not plain or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if states.device.type != "cpu" or states.dtype not in (torch.float32, torch.float64):
         return None
-    for layer in layers:
-        # adapters, quantised layers, parametrisations and hooks have to run as the modules they are
-        hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-        if type(layer) is not nn.Linear or layer.weight.dtype != states.dtype or any(hooks):
-            return None
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return None
+    if torch.nn.modules.module._has_any_global_hook() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    if not all(is_plain(layer, states) for layer in layers) or len({layer.bias is None for layer in layers}) > 1:
+        return None
     batch, length, _ = states.shape
     samples = max(1, min(batch, ROWS // max(1, length)))
     size = states.element_size() * length * (2 * (2 * rank + v_dim) + 2 * length)

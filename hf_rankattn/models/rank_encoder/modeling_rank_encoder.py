@@ -1,11 +1,13 @@
 """RankEncoder: the from-scratch encoder of the papers on attention rank, on real-valued tokens or on a vocabulary."""
 
 import math
+from difflib import get_close_matches
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, TokenClassifierOutput
@@ -40,6 +42,11 @@ def set_heads(module: nn.Module, config, layer_idx: int | None) -> None:
     module.config = config
     module.num_attention_heads, module.qk_rank, module.v_head_dim = heads.num_heads, heads.qk_rank, heads.v_head_dim
     module.scaling = heads.qk_scale
+    if (
+        heads.qk_rank == heads.v_head_dim
+    ):  # names of stock attention, which have a meaning only where there is one width
+        module.attention_head_size = heads.qk_rank
+        module.all_head_size = heads.num_heads * heads.qk_rank
     temperature = nn.Parameter(torch.full((heads.num_heads,), math.log(heads.qk_rank))) if heads.qk_norm else None
     module.register_parameter("log_temperature", temperature)
 
@@ -87,13 +94,15 @@ def init_temperature(module: nn.Module) -> None:
 
 
 def check_config(model: nn.Module, config, expected: type) -> None:
-    """Refuse a configuration of another family before anything is built from it."""
-    # by model type: exported source is loaded as modules of its own, in which the same class is another object
-    if getattr(config, "model_type", None) != expected.model_type:
+    """Refuse a configuration of another family, or one that was spoilt since it was made, before anything is built."""
+    # by model type too: exported source is loaded as modules of its own, in which the same class is another object
+    if not isinstance(config, expected) and getattr(config, "model_type", None) != expected.model_type:
+        stock = f" Use {expected.__name__}(**config.to_dict())." if hasattr(config, "to_dict") else ""
         raise ValueError(
-            f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
-            f"configuration of this family use {expected.__name__}(**config.to_dict())."
+            f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}."
+            + (stock if getattr(config, "model_type", "") == expected.stock_model_type else "")
         )
+    config.validate_architecture()
 
 
 class ShapeMismatchError(RuntimeError, ValueError):
@@ -105,6 +114,12 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
     kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
     try:
         return load(pretrained_model_name_or_path, *model_args, **kwargs)
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise OSError(
+            f"{error} Only safetensors are read here; for a pickle you trust, pass use_safetensors=False."
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -173,7 +188,10 @@ class RankEncoderAttention(nn.Module):
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         dropout = self.dropout if self.training else 0.0
-        fused = self.config._attn_implementation == "sdpa" and not kwargs.get("output_attentions")
+        fused = (
+            self.config._attn_implementation == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+        )
+        fused = fused and not kwargs.get("output_attentions")
         if fused and attention_mask is None and dropout == 0.0 and not self.hardmax and self.log_temperature is None:
             layers = self.query, self.key, self.value, self.output
             heads = self.num_attention_heads
@@ -288,6 +306,8 @@ class RankEncoderPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["RankEncoderLayer"]
     _can_record_outputs = {"hidden_states": RankEncoderLayer, "attentions": RankEncoderAttention}
     model_tags = ["rank-attention"]
+    # the losses below are means over a batch, so Trainer has to divide by the steps that it accumulates
+    accepts_loss_kwargs = False
 
     def __init__(self, config, *args, **kwargs):
         check_config(self, config, RankEncoderConfig)
@@ -359,7 +379,13 @@ class RankEncoderModel(RankEncoderPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch, n)`, *optional*): Discrete tokens.
             attention_mask (`torch.Tensor` of shape `(batch, n)`, *optional*): 1 for tokens, 0 for padding.
         """
-        tokens = check_inputs(self.config, points, queries, input_ids, attention_mask)
+        tokens = check_inputs(self.config, points, queries, input_ids, attention_mask, kwargs)
+        if input_ids is None:
+            tokens = tokens.to(self.dtype)
+            if attention_mask is not None:  # whatever stands in padding, NaN too, must not reach the others
+                more = tokens.shape[1] - attention_mask.shape[1]
+                real = nn.functional.pad(attention_mask.bool(), (0, more), value=True)
+                tokens = tokens.masked_fill(~real[..., None], 0)
         states = self.embeddings(tokens)
         if queries is not None:
             if attention_mask is None:
@@ -371,20 +397,31 @@ class RankEncoderModel(RankEncoderPreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(states))
 
 
-def check_inputs(config, points, queries, input_ids, attention_mask) -> torch.Tensor:
+def check_inputs(config, points, queries, input_ids, attention_mask, kwargs) -> torch.Tensor:
     """The tokens (points, then queries) or ids of one call, or a `ValueError` that names what is wrong."""
+    for name in () if torch.compiler.is_compiling() else kwargs:
+        if meant := get_close_matches(
+            name, ("points", "queries", "input_ids", "attention_mask", "labels"), cutoff=0.8
+        ):
+            raise ValueError(f"`{name}` is not an input. Did you mean `{meant[0]}`?")
     if config.vocab_size is not None:
         if input_ids is None or points is not None or queries is not None:
             raise ValueError(
                 f"this encoder reads `input_ids` (vocab_size={config.vocab_size}), not points or queries."
             )
+        if input_ids.ndim != 2:
+            raise ValueError(f"`input_ids` must be (batch, n), got {tuple(input_ids.shape)}.")
         tokens = input_ids
     else:
         if points is None or input_ids is not None:
-            raise ValueError(f"this encoder reads `points` (input_dim={config.input_dim}), not input_ids.")
+            raise ValueError(
+                f"this encoder reads `points` (batch, n, {config.input_dim}): give those, and no input_ids."
+            )
         for name, given in (("points", points), ("queries", queries)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != config.input_dim):
                 raise ValueError(f"`{name}` must be (batch, n, {config.input_dim}), got {tuple(given.shape)}.")
+        if queries is not None and len(queries) != len(points):
+            raise ValueError(f"`queries` must be of the batch size of `points`, {len(points)}, got {len(queries)}.")
         tokens = points if queries is None else torch.cat([points, queries], dim=1)
     asked = tokens.shape[0], (tokens if queries is None else points).shape[1]
     if attention_mask is not None and tuple(attention_mask.shape) != asked:
@@ -430,8 +467,9 @@ class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
             if labels.shape != predictions.shape:
                 raise ValueError(f"`labels` must be {tuple(predictions.shape)}, got {tuple(labels.shape)}.")
             errors = (predictions - labels.to(predictions.dtype)).square().sum(-1)
-            real = torch.ones_like(errors) if attention_mask is None or queries is not None else attention_mask
-            loss = (errors * real).sum() / real.sum()
+            if attention_mask is not None and queries is None:
+                errors = errors[attention_mask.bool()]
+            loss = errors.mean()
         return TokenClassifierOutput(
             loss=loss, logits=predictions, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

@@ -7,6 +7,8 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    XLNetTokenizer,
 )
 
 from .configuration_rank_xlnet import RankXLNetConfig
@@ -30,6 +32,7 @@ AutoModelForPreTraining.register(RankXLNetConfig, RankXLNetLMHeadModel, exist_ok
 AutoModelForQuestionAnswering.register(RankXLNetConfig, RankXLNetForQuestionAnsweringSimple, exist_ok=True)
 AutoModelForSequenceClassification.register(RankXLNetConfig, RankXLNetForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(RankXLNetConfig, RankXLNetForTokenClassification, exist_ok=True)
+AutoTokenizer.register(RankXLNetConfig, XLNetTokenizer, exist_ok=True)
 
 __all__ = [
     "RankXLNetConfig",

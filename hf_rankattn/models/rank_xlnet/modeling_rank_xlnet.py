@@ -1,5 +1,6 @@
 """RankXLNet: XLNet whose heads have a query-key rank of their own. Only attention differs from transformers' XLNet."""
 
+import inspect
 import math
 from functools import partial
 from types import CodeType, FunctionType
@@ -38,8 +39,12 @@ def rebind(function, **names):
     This is how the stock `__init__` builds our classes: its code runs as transformers wrote it, nothing is copied, and
     unlike a patched module nobody else sees the change.
     """
+    function = inspect.unwrap(function)  # DeepSpeed and others wrap the constructors of all modules
     if absent := sorted(set(names) - names_of(function.__code__)):
-        raise RuntimeError(f"{function.__qualname__} of this transformers version does not use {', '.join(absent)}.")
+        raise RuntimeError(
+            f"{function.__module__}.{function.__qualname__} does not build {', '.join(absent)}: it is not the stock "
+            "constructor, or not one of the supported transformers versions. To extend a rank model, derive from it."
+        )
     scope = {**function.__globals__, **names}
     bound = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     bound.__kwdefaults__ = function.__kwdefaults__
@@ -52,6 +57,11 @@ def set_heads(module: nn.Module, config, layer_idx: int | None) -> None:
     module.config = config
     module.num_attention_heads, module.qk_rank, module.v_head_dim = heads.num_heads, heads.qk_rank, heads.v_head_dim
     module.scaling = heads.qk_scale
+    if (
+        heads.qk_rank == heads.v_head_dim
+    ):  # names of stock attention, which have a meaning only where there is one width
+        module.attention_head_size = heads.qk_rank
+        module.all_head_size = heads.num_heads * heads.qk_rank
     temperature = nn.Parameter(torch.full((heads.num_heads,), math.log(heads.qk_rank))) if heads.qk_norm else None
     module.register_parameter("log_temperature", temperature)
 
@@ -69,13 +79,15 @@ def init_temperature(module: nn.Module) -> None:
 
 
 def check_config(model: nn.Module, config, expected: type) -> None:
-    """Refuse a configuration of another family before anything is built from it."""
-    # by model type: exported source is loaded as modules of its own, in which the same class is another object
-    if getattr(config, "model_type", None) != expected.model_type:
+    """Refuse a configuration of another family, or one that was spoilt since it was made, before anything is built."""
+    # by model type too: exported source is loaded as modules of its own, in which the same class is another object
+    if not isinstance(config, expected) and getattr(config, "model_type", None) != expected.model_type:
+        stock = f" Use {expected.__name__}(**config.to_dict())." if hasattr(config, "to_dict") else ""
         raise ValueError(
-            f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}. For a stock "
-            f"configuration of this family use {expected.__name__}(**config.to_dict())."
+            f"{type(model).__name__} is built from a {expected.__name__}, got a {type(config).__name__}."
+            + (stock if getattr(config, "model_type", "") == expected.stock_model_type else "")
         )
+    config.validate_architecture()
 
 
 class ShapeMismatchError(RuntimeError, ValueError):
@@ -87,6 +99,12 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
     kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
     try:
         return load(pretrained_model_name_or_path, *model_args, **kwargs)
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise OSError(
+            f"{error} Only safetensors are read here; for a pickle you trust, pass use_safetensors=False."
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -113,6 +131,12 @@ class RankXLNetRelativeAttention(XLNetRelativeAttention):
         nn.Module.__init__(self)  # the parent's own refuses heads that do not divide the hidden size
         set_heads(self, config, layer_idx)
         self.n_head, self.d_model = config.n_head, config.d_model
+        if (config if layer_idx is None else config.per_layer_config[layer_idx]).qk_scale is None:
+            self.scaling = (
+                1 / self.qk_rank**0.5
+            )  # stock XLNet's form, which differs from qk_rank ** -0.5 in a last bit
+        if self.qk_rank == self.v_head_dim:
+            self.d_head = self.qk_rank
         query_shape = (self.n_head, self.qk_rank)
         value_shape = (self.n_head, self.v_head_dim)
         self.q = nn.Parameter(torch.empty(self.d_model, *query_shape))
@@ -158,7 +182,7 @@ class RankXLNetPreTrainedModel(XLNetPreTrainedModel):
         own_layers = {"XLNetLayer": lambda config: RankXLNetLayer(config, layer_idx=next(layers))}
         names = own_layers if isinstance(self, XLNetModel) else {"XLNetModel": RankXLNetModel}
         build = super().__init__.__func__  # that of the stock class, or of PreTrainedModel below a class of the user's
-        if build is not PreTrainedModel.__init__:
+        if inspect.unwrap(build) is not inspect.unwrap(PreTrainedModel.__init__):
             build = rebind(build, **names)
         build(self, config, *args, **kwargs)
 
