@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Tests and demo need no network after the install; one thread per process is faster for matrices this small.
+# Tests and demo need no network after the install.
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -28,8 +28,8 @@ test-slow: $(STAMP)
 
 # The only target that downloads: transformers' own tests, to a temporary folder.
 test-upstream: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[test-upstream]'
-	$(BIN)/python tests/upstream/run.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,quality,test-upstream]'
+	$(BIN)/python tests/upstream/run.py --jobs 2
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix .

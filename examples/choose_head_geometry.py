@@ -9,13 +9,16 @@ rank is for. The smallest rank with the best accuracy is saved in `--output_dir`
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import evaluate
 import numpy as np
 from datasets import Dataset, Features, Value
+from huggingface_hub import EvalResult
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from hf_rankattn import RankBertConfig, RankBertForSequenceClassification, export_model, parameter_counts
+from hf_rankattn.sharing import card_of
 
 
 KEYS, CLASSES, PAIRS = 32, 4, 8
@@ -80,6 +83,7 @@ def train(rank: int, arguments: Arguments) -> tuple[Trainer, float]:
         seed=arguments.seed,
         report_to="none",
         save_strategy="no",
+        dataloader_pin_memory=False,
         logging_strategy="no",
     )
     trainer = Trainer(
@@ -94,7 +98,10 @@ def train(rank: int, arguments: Arguments) -> tuple[Trainer, float]:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    parser = HfArgumentParser(Arguments)
+    (arguments,) = parser.parse_args_into_dataclasses()
+    if Path(arguments.output_dir).exists() and not arguments.overwrite:
+        parser.error(f"{arguments.output_dir} exists already: choose another --output_dir, or add --overwrite.")
     results = {}
     for rank in arguments.ranks:
         trainer, accuracy = train(rank, arguments)
@@ -102,7 +109,24 @@ def main() -> None:
         results[rank] = accuracy, trainer.model
         print(f"qk_rank {rank:3d}: accuracy {accuracy:.3f}, {counts.query_key[0]:,} query-key weights per layer")
     best = max(results, key=lambda rank: (results[rank][0], -rank))
-    folder = export_model(results[best][1], arguments.output_dir, overwrite=arguments.overwrite)
+    accuracy, model = results[best]
+    card = card_of(
+        model,
+        Path(arguments.output_dir).name,
+        how=f"Trained from scratch by `examples/choose_head_geometry.py` on made-up key-value retrieval: {arguments.steps} "
+        f"steps, seed {arguments.seed}. The best of ranks {', '.join(map(str, arguments.ranks))}.",
+        results=[
+            EvalResult(
+                task_type="text-classification",
+                dataset_type="key-value-retrieval",
+                dataset_name=f"{KEYS} keys, {PAIRS} pairs, 2000 fresh rows",
+                dataset_split="validation",
+                metric_type="accuracy",
+                metric_value=accuracy,
+            )
+        ],
+    )
+    folder = export_model(model, arguments.output_dir, card=card, overwrite=arguments.overwrite)
     print(f"saved qk_rank {best} in {folder}; guessing gives {1 / CLASSES:.3f}")
 
 

@@ -50,7 +50,10 @@ def result(error: float) -> EvalResult:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    parser = HfArgumentParser(Arguments)
+    (arguments,) = parser.parse_args_into_dataclasses()
+    if Path(arguments.output_dir).exists() and not arguments.overwrite:
+        parser.error(f"{arguments.output_dir} exists already: choose another --output_dir, or add --overwrite.")
     torch.set_num_threads(1)
     for geometry in equal_budget_grid(DIM**2, DIM, ranks=[DIM, DIM // 2]):
         name = f"rank-encoder-farthest-d{DIM}-r{geometry['qk_rank']}"
@@ -58,7 +61,7 @@ def main() -> None:
         model, error = train_farthest(config, count=COUNT, steps=arguments.steps, seed=arguments.seed)
         repo_id = f"{arguments.push_to}/{name}" if arguments.push_to else name
         how = HOW.format(count=COUNT, dim=DIM, steps=arguments.steps, seed=arguments.seed)
-        card = card_of(model, repo_id, how=how, results=[result(error)], remote_code=True)
+        card = card_of(model, repo_id, how=how, results=[result(error)], license="apache-2.0", remote_code=True)
         folder = Path(arguments.output_dir) / name
         export_model(model, folder, card=card, remote_code=True, overwrite=arguments.overwrite)
         print(f"{folder}: error {error:.4f}")

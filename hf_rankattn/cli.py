@@ -18,17 +18,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Json = typer.Option(False, "--json", help="Print JSON instead of a table.")
+Json = typer.Option(False, "--json", help="Print JSON.")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("hf_rankattn"))
+        raise typer.Exit
 
 
 @app.callback()
-def commands() -> None:
-    pass  # with a single command typer would drop its name
+def commands(
+    _: bool = typer.Option(
+        False, "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
 
 
 @app.command(epilog="Example: rankattn demo")
 def demo(as_json: bool = Json) -> None:
-    """Train heads of three ranks at one budget, and show rank as a config field. Two minutes, offline."""
+    """Train heads of three ranks at one budget, and show rank as a config field. A minute or two, offline."""
     from . import demo as demonstration
 
     start = time.perf_counter()
@@ -65,10 +75,10 @@ def env(as_json: bool = Json) -> None:
         "evaluate",
         "safetensors",
     )
-    report = {name: version(name) for name in names}
+    report: dict[str, str | int] = {name: version(name) for name in names}
     report["python"] = platform.python_version()
     report["platform"] = platform.platform()
-    report["threads"] = str(torch.get_num_threads())
+    report["threads"] = torch.get_num_threads()
     report["accelerator"] = str(torch.accelerator.current_accelerator() or "none")
     if as_json:
         print(json.dumps(report, indent=2))

@@ -1,4 +1,4 @@
-"""The two-minute demonstration: what exists, run for real, with the papers' numbers beside ours."""
+"""A short demonstration: what exists, run for real, with the papers' numbers beside ours."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

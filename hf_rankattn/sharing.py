@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -57,10 +58,9 @@ def export_model(
         overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder may be replaced.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest weight file.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     check_exportable(model, remote_code)
-    if folder.exists() and not overwrite:
-        raise ValueError(f"{folder} exists already: choose another folder, or pass overwrite=True to replace it.")
+    check_replaceable(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -71,34 +71,63 @@ def export_model(
             add_source(model, staging)
         card = card or card_of(model, folder.name, remote_code=remote_code)
         card.save(staging / "README.md")
-        staging.chmod(0o755)
-        replace_folder(staging, folder)
+        if folder.exists():
+            replace_folder(staging, folder)
+        else:
+            open_to_umask(staging)
+            staging.rename(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return folder
 
 
-def replace_folder(staging: Path, folder: Path) -> None:
-    """Put `staging` in the place of `folder`, which is gone only when its successor stands."""
+def open_to_umask(folder: Path) -> None:
+    """Give a temporary folder, which is private, the mode that a new folder of the user's would have."""
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+
+
+def check_replaceable(folder: Path, overwrite: bool) -> None:
     if not folder.exists():
-        staging.rename(folder)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent)) / folder.name
-    folder.rename(old)
+    if not overwrite:
+        raise ValueError(f"{folder} exists already: choose another folder, or pass overwrite=True to replace it.")
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} does not hold a model (no config.json), so it is not replaced: choose another folder."
+        )
+    if folder == Path.cwd() or folder in Path.cwd().parents:
+        raise ValueError(f"{folder} is the folder you work in, or above it: choose another folder.")
+
+
+def replace_folder(staging: Path, folder: Path) -> None:
+    """Put `staging` in the place of `folder`, which is deleted only when its successor stands."""
+    staging.chmod(folder.stat().st_mode)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+    old = aside / folder.name
+    try:
+        folder.rename(old)
+    except BaseException:
+        aside.rmdir()
+        raise
     try:
         staging.rename(folder)
-    except BaseException:
-        old.rename(folder)
+    except BaseException as error:
+        try:
+            old.rename(folder)
+        except OSError:
+            raise OSError(f"{folder} could not be replaced; what it held is in {old}.") from error
+        aside.rmdir()
         raise
-    finally:
-        shutil.rmtree(old.parent)
+    shutil.rmtree(aside)
 
 
 def check_exportable(model: PreTrainedModel, remote_code: bool) -> None:
-    if not hasattr(model.config, "head_geometry"):
+    if not hasattr(getattr(model, "config", None), "head_geometry"):
         raise ValueError(
-            f"export_model takes a rank model, got a {type(model).__name__}. Load the checkpoint with the Rank class of "
+            f"only a rank model can be exported, got a {type(model).__name__}. Load the checkpoint with the Rank class of "
             "its family, or use save_pretrained."
         )
     if remote_code and not type(model).__module__.startswith(f"{__package__}.models."):
@@ -143,16 +172,24 @@ def push_to_hub(
 ) -> str:
     """Upload a model with its card. This is also the `push_to_hub` method of every rank model.
 
-    A card that is on the Hub already is kept, unless `card` is given. The other arguments are those of
+    A card that is on the Hub already is kept, with `tags` added, unless `card` is given. The other arguments are those of
     [`~transformers.PreTrainedModel.push_to_hub`] and of [`export_model`].
     """
     check_exportable(model, remote_code)
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    keep_card = card is None and api.file_exists(repo_id, "README.md", revision=revision)
-    card = card or card_of(model, repo_id, remote_code=remote_code)
+    if revision is not None and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    kept = card is None and api.file_exists(repo_id, "README.md", revision=revision)
+    if kept:
+        card = ModelCard.load(
+            api.hf_hub_download(repo_id, "README.md", revision=revision), ignore_metadata_errors=True
+        )
+    card = ModelCard(str(card or card_of(model, repo_id, remote_code=remote_code)), ignore_metadata_errors=True)
     own_tags = card.data.get("tags") or []
-    card.data["tags"] = [*own_tags, *(tag for tag in tags or [] if tag not in own_tags)]
+    missing = [tag for tag in tags or [] if tag not in own_tags]
+    if missing:
+        card.data["tags"] = [*own_tags, *missing]
     with tempfile.TemporaryDirectory() as folder:
         exported = export_model(
             model,
@@ -169,6 +206,6 @@ def push_to_hub(
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
-            ignore_patterns=["README.md"] if keep_card else None,
+            ignore_patterns=["README.md"] if kept and not missing else None,
         )
     return str(commit)

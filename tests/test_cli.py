@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from hf_rankattn import cli, demo
+from hf_rankattn import __version__, cli, demo
 
 
 @pytest.mark.parametrize("command", ["demo", "env"])
@@ -50,5 +50,9 @@ def test_the_demo_shows_its_claims(monkeypatch):
 
 
 def test_the_installed_command_runs():
-    command = [sys.executable, "-m", "hf_rankattn.cli", "env"]
+    command = [sys.executable, "-m", "hf_rankattn", "env"]
     assert "transformers" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_version():
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == __version__

@@ -298,6 +298,13 @@ class TestAccounting:
         model.embeddings.requires_grad_(False)
         assert parameter_counts(model).live < before.live
 
+    def test_cross_attention_counts(self):
+        from testing_common import BERT
+
+        model = AutoModel.from_config(BERT.rank_config(qk_rank=2, is_decoder=True, add_cross_attention=True))
+        weights = [w for name, w in model.named_parameters() if name.endswith(("query.weight", "key.weight"))]
+        assert sum(w.numel() for w in weights) == sum(parameter_counts(model).query_key)
+
     def test_a_model_without_rank_fields_is_refused(self):
         with pytest.raises(ValueError, match="takes a rank model or its config, got a BertModel"):
             parameter_counts(BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))
@@ -318,3 +325,7 @@ class TestAccounting:
             equal_budget_grid(63, 8)
         with pytest.raises(ValueError, match="at least 1"):
             equal_budget_grid(0, 8)
+        with pytest.raises(ValueError, match="must be an integer"):
+            equal_budget_grid(64.0, 8)
+        with pytest.raises(ValueError, match="`ranks` is empty"):
+            equal_budget_grid(64, 8, ranks=[])

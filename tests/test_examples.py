@@ -21,7 +21,8 @@ def test_choose_head_geometry(tmp_path):
     assert "qk_rank   1: accuracy" in result.stdout and "qk_rank   4: accuracy" in result.stdout
     assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "best").iterdir()}
     refused = run(tmp_path, script, "--ranks", "1", "--steps", "1", "--output_dir", "best")
-    assert refused.returncode != 0 and "exists already" in refused.stderr
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+    assert "accuracy | " in (tmp_path / "best" / "README.md").read_text()
 
 
 def test_publish_points_models(tmp_path):

@@ -1,5 +1,7 @@
 """Every legal geometry of heads has the rank, the maps and the values it says it has."""
 
+import functools
+
 import pytest
 import torch
 from testing_common import (
@@ -216,6 +218,54 @@ def test_a_narrow_decoder_generates_the_same_with_and_without_cache(implementati
     assert torch.equal(with_cache, without)
 
 
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}], ids=["whole", "chunked"])
+def test_a_static_cache_takes_both_widths(options):
+    model = BERT.rank("LMHeadModel")(BERT.rank_config(qk_rank=3, v_head_dim=5, is_decoder=True)).eval()
+    prompt = torch.randint(1, 47, (2, 4))
+    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    static = model.generate(prompt, max_new_tokens=5, do_sample=False, cache_implementation="static", **options)
+    assert torch.equal(static, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_constructors_that_others_have_wrapped(family, monkeypatch):
+    """DeepSpeed wraps the constructor of every module class while a model is built."""
+    for name in ("Model", "ForTokenClassification"):
+        stock = family.stock(name)
+        wrapped = functools.wraps(stock.__init__)(lambda self, *a, init=stock.__init__, **k: init(self, *a, **k))
+        monkeypatch.setattr(stock, "__init__", wrapped)
+    model = family.rank("ForTokenClassification")(family.rank_config(qk_rank=2))
+    assert {attention.qk_rank for attention in attention_modules(model)} == {2}
+
+
+def test_a_class_that_builds_otherwise_is_not_rebound_in_silence():
+    class Other(BERT.stock("Model")):
+        def __init__(self, config):
+            super().__init__(config)
+
+    class Mixed(BERT.rank("PreTrainedModel"), Other):
+        pass
+
+    with pytest.raises(RuntimeError, match="To extend a rank model, derive from it"):
+        Mixed(BERT.rank_config())
+
+
+def test_names_of_stock_attention_where_they_have_a_meaning():
+    attention = attention_modules(build(BERT))[0]
+    assert (attention.attention_head_size, attention.all_head_size) == (8, 32)
+    assert not hasattr(attention_modules(build(BERT, qk_rank=3))[0], "attention_head_size")
+    assert build(XLNET).layer[0].rel_attn.d_head == 8
+
+
+@pytest.mark.parametrize("heads", [16, 4])
+def test_xlnet_is_stock_in_float64_too(heads):
+    stock = XLNET.stock("Model")(XLNET.stock_config(n_head=heads)).double().eval()
+    rank = XLNET.rank("Model")(XLNET.rank_config(n_head=heads)).double().eval()
+    rank.load_state_dict(stock.state_dict())
+    batch = tiny_inputs(XLNET, "Model")
+    assert torch.equal(rank(**batch).last_hidden_state, stock(**batch).last_hidden_state)
+
+
 @pytest.mark.parametrize("family, suffix", TASKS, ids=TASK_IDS)
 def test_every_task_class_trains_at_a_small_rank(family, suffix):
     model = build(family, suffix, qk_rank=2, v_head_dim=5, qk_norm=True).train()
@@ -224,7 +274,6 @@ def test_every_task_class_trains_at_a_small_rank(family, suffix):
     loss.backward()
     for attention in attention_modules(model):
         for name, weight in attention.named_parameters():
-            # without target tokens in another segment order nothing else can be silent
             assert weight.grad is not None and torch.isfinite(weight.grad).all(), name
         assert attention.log_temperature.grad.abs().sum() > 0
 

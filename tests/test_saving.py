@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, TASK_IDS, TASKS, XLNET, float_tensors, tiny_inputs
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForTokenClassification, AutoTokenizer
 
 from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression, RankEncoderForTokenClassification
 
@@ -113,3 +113,9 @@ def test_the_encoder_round_trips(tmp_path):
     words.save_pretrained(tmp_path / "words")
     loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "words")
     assert_same(loaded, words, {"input_ids": torch.randint(9, (2, 5))})
+
+
+def test_a_folder_without_a_tokenizer_class_gets_that_of_the_stock_family(tmp_path):
+    BERT.rank("Model")(BERT.rank_config()).save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "rank"]))
+    assert AutoTokenizer.from_pretrained(tmp_path)("rank")["input_ids"] == [2, 5, 3]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hub_stand_in import HubStandIn
@@ -78,6 +79,14 @@ class TestExport:
         assert not list((tmp_path / "model").glob("*.py"))
         assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
+    def test_a_model_loaded_from_an_export_does_not_name_source_it_has_not(self, family, tmp_path):
+        export_model(family.rank("Model")(family.rank_config(**SMALL)), tmp_path / "first", remote_code=True)
+        loaded = family.rank("Model").from_pretrained(tmp_path / "first")
+        export_model(loaded, tmp_path / "second")
+        loaded.save_pretrained(tmp_path / "third")
+        for folder in ("second", "third"):
+            assert "auto_map" not in json.loads((tmp_path / folder / "config.json").read_text())
+
     def test_source_names_only_classes_that_exist(self, family, tmp_path):
         export_model(family.rank("Model")(family.rank_config()), tmp_path / "model", remote_code=True)
         auto_map = json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"]
@@ -112,6 +121,45 @@ class TestExportedFolder:
         export_model(model, folder, overwrite=True)
         assert not (folder / "note.txt").exists()
 
+    def test_only_a_model_folder_is_ever_replaced(self, tmp_path, monkeypatch):
+        model = BERT.rank("Model")(BERT.rank_config())
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "chapter.txt").write_text("mine")
+        with pytest.raises(ValueError, match="does not hold a model"):
+            export_model(model, tmp_path / "thesis", overwrite=True)
+        assert (tmp_path / "thesis" / "chapter.txt").read_text() == "mine"
+        folder = export_model(model, tmp_path / "model")
+        monkeypatch.chdir(folder)
+        with pytest.raises(ValueError, match="the folder you work in"):
+            export_model(model, ".", overwrite=True)
+        assert {path.name for path in tmp_path.iterdir()} == {"thesis", "model"}
+
+    @pytest.mark.parametrize("failing", [1, 2, (2, 3)], ids=["first", "second", "second-and-rollback"])
+    def test_a_rename_that_fails_loses_nothing(self, failing, tmp_path, monkeypatch):
+        model = BERT.rank("Model")(BERT.rank_config())
+        before = export_model(model, tmp_path / "model").joinpath("model.safetensors").read_bytes()
+        rename, calls = Path.rename, []
+
+        def flaky(self, target):
+            calls.append(self)
+            if len(calls) in (failing if isinstance(failing, tuple) else (failing,)):
+                raise OSError("no")
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", flaky)
+        with pytest.raises(OSError):
+            export_model(model, tmp_path / "model", overwrite=True)
+        (survivor,) = tmp_path.rglob("model.safetensors")
+        assert survivor.read_bytes() == before
+
+    def test_a_new_folder_has_the_mode_that_the_user_wants(self, tmp_path):
+        before = os.umask(0o027)
+        try:
+            folder = export_model(BERT.rank("Model")(BERT.rank_config()), tmp_path / "model")
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == 0o750
+
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_a_failed_export_leaves_nothing_half_written(self, overwrite, tmp_path, monkeypatch):
         model = BERT.rank("Model")(BERT.rank_config())
@@ -129,7 +177,7 @@ class TestExportedFolder:
             assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
     def test_models_that_cannot_be_exported_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="takes a rank model, got a BertModel"):
+        with pytest.raises(ValueError, match="only a rank model can be exported, got a BertModel"):
             export_model(
                 BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), tmp_path / "x"
             )
@@ -181,9 +229,24 @@ class TestCard:
         assert "1,234,567 trainable parameters" in text and "Trained for 3 epochs." in text
         assert "import hf_rankattn" in text and "trust_remote_code" not in text
 
-    def test_nothing_measured_is_said(self):
+    def test_a_card_without_numbers_says_so_and_claims_no_licence(self):
         card = model_card(XLNET.rank_config(qk_rank=2), model_class="RankXLNetModel", repo_id="me/x")
-        assert "Nothing was measured" in card.content and "model-index" not in card.content
+        assert "No measurements were given" in card.content and "model-index" not in card.content
+        assert "license" not in card.content
+
+    def test_numbers_of_numpy_and_one_dataset(self):
+        fields = {"task_type": "other", "dataset_type": "x", "dataset_name": "x", "metric_type": "m"}
+        results = [EvalResult(**fields, metric_value=np.float32(0.5)), EvalResult(**fields, metric_value="high")]
+        card = model_card(
+            BERT.rank_config(), model_class="RankBertModel", repo_id="me/x", datasets="sst2", results=results
+        )
+        assert card.data.datasets == ["sst2"] and "| 0.5 |" in card.text and "| high |" in card.text
+
+    def test_nonsense_is_refused(self):
+        with pytest.raises(ValueError, match="`results` takes huggingface_hub.EvalResult objects, got 0.5"):
+            model_card(BERT.rank_config(), model_class="RankBertModel", repo_id="me/x", results=[0.5])
+        with pytest.raises(ValueError, match="configuration of a rank model, got a BertConfig"):
+            model_card(BERT.stock_config(), model_class="BertModel", repo_id="me/x")
 
     @pytest.mark.parametrize("remote_code", [False, True])
     @pytest.mark.parametrize("kind", ["albert", "points"])
@@ -250,6 +313,13 @@ class TestHub:
             {**hub.env(), **online},
         )
         assert b"rank-attention" in hub.files("user/narrow-bert")["README.md"]
+
+    def test_branches_and_tags(self, hub):
+        env = {**hub.env(), "HF_HUB_OFFLINE": "0"}
+        run(PUSH.format(more=""), env)
+        run(PUSH.format(more=", revision='draft', tags=['draft-tag']"), env)
+        assert b"draft-tag" in hub.files("user/narrow-bert", revision="draft")["README.md"]
+        assert b"draft-tag" not in hub.files("user/narrow-bert")["README.md"]
 
     def test_a_wrong_token_is_an_error(self, hub):
         env = {**hub.env(), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_wrong"}

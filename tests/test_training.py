@@ -137,6 +137,32 @@ def test_trainer_fits_points_with_a_custom_regression_loss(tmp_path):
     assert error < 0.5, "predicting zero costs 1"
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_accumulated_steps_are_one_batch(accumulate, tmp_path):
+    """Trainer leaves the division to models that ask for it; ours do not."""
+    torch.manual_seed(0)
+    model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=4, intermediate_size=8))
+    points = torch.randn(16, 3, 4)
+    data = Dataset.from_dict({"points": points.numpy(), "labels": points.numpy()}).with_format("torch")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=16 // accumulate,
+        gradient_accumulation_steps=accumulate,
+        optim="sgd",
+        learning_rate=1e-3,
+        max_grad_norm=0.0,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    with torch.no_grad():
+        expected = model(points=points, labels=points).loss.item()
+    trained = Trainer(model=model, args=arguments, train_dataset=data).train()
+    assert trained.training_loss == pytest.approx(expected, rel=1e-4)
+
+
 def run_worker(command: list[str]) -> list[float]:
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-2000:]

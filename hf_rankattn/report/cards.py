@@ -1,6 +1,7 @@
 """Model cards: what the heads look like, how the model was made, and the numbers that were measured, no others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def rank_tags(config) -> list[str]:
     return ["rank-attention", config.model_type, *(f"qk_rank-{rank}" for rank in ranks)]
 
 
+def plain_number(value: Any) -> Any:
+    """A metric as JSON and YAML know it: most metrics are numbers of numpy."""
+    return value.item() if hasattr(value, "item") else value
+
+
 def model_card(
     config,
     *,
@@ -44,10 +50,10 @@ def model_card(
     auto_class: str | None = None,
     live_parameters: int | None = None,
     base_model: str | None = None,
-    datasets: Sequence[str] = (),
+    datasets: str | Sequence[str] = (),
     results: Sequence[EvalResult] = (),
     how: str | None = None,
-    license: str | None = "apache-2.0",
+    license: str | None = None,
     language: str | None = None,
     remote_code: bool = False,
 ) -> ModelCard:
@@ -63,10 +69,16 @@ def model_card(
         datasets (`Sequence[str]`, *optional*): Names of the data it was trained on.
         results (`Sequence[EvalResult]`, *optional*): Measured numbers. The card says so if there are none.
         how (`str`, *optional*): How it was made, in Markdown.
-        license (`str`, *optional*, defaults to `"apache-2.0"`): Licence of the weights.
+        license (`str`, *optional*): Licence of the weights.
         language (`str`, *optional*): Language of the texts it reads.
         remote_code (`bool`, *optional*, defaults to `False`): Whether its folder carries the source of its classes.
     """
+    if not hasattr(config, "head_geometry"):
+        raise ValueError(f"`config` must be the configuration of a rank model, got a {type(config).__name__}.")
+    if strangers := [result for result in results if not isinstance(result, EvalResult)]:
+        raise ValueError(f"`results` takes huggingface_hub.EvalResult objects, got {strangers[0]!r}.")
+    datasets = [datasets] if isinstance(datasets, str) else list(datasets)
+    results = [replace(result, metric_value=plain_number(result.metric_value)) for result in results]
     suffix = next((name for name in PIPELINES if model_class.endswith(name)), None)
     reads_text = not hasattr(config, "input_dim")
     data = ModelCardData(
@@ -75,12 +87,12 @@ def model_card(
         license=license,
         language=language,
         base_model=base_model,
-        datasets=list(datasets) or None,
+        datasets=datasets or None,
         metrics=sorted({result.metric_type for result in results}) or None,
         pipeline_tag=PIPELINES[suffix] if suffix and reads_text else None,
         tags=rank_tags(config),
         model_name=repo_id.rsplit("/", 1)[-1],
-        eval_results=list(results) or None,
+        eval_results=results or None,
     )
     return ModelCard.from_template(
         data,
@@ -93,8 +105,8 @@ def model_card(
         rows=head_rows(config),
         live_parameters=live_parameters,
         how=how,
-        results=list(results),
+        results=results,
         base=base_model,
-        trained_on=list(datasets),
+        trained_on=datasets,
         remote_code=remote_code,
     )

@@ -108,7 +108,7 @@ class RankConfigMixin:
                 f"`head_dim` is not a field of this family and stock {self.stock_model_type or 'models'} would ignore it. "
                 "Set `qk_rank` for the query/key width of a head and `v_head_dim` for its value width."
             )
-        for name in kwargs:
+        for name in set(kwargs) - {"auto_map", "quantization_config"}:
             if not hasattr(self, name) and (meant := get_close_matches(name, self.own_fields, n=1, cutoff=0.66)):
                 raise ValueError(f"`{name}` is not a field. Did you mean `{meant[0]}`?")
         model_type = kwargs.pop("model_type", self.model_type)
