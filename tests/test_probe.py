@@ -4,8 +4,20 @@ import threading
 
 import pytest
 import torch
-from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, float_tensors, tiny_inputs
+from testing_common import (
+    ALBERT,
+    BERT,
+    FAMILIES,
+    FAMILY_IDS,
+    XLNET,
+    attention_modules,
+    bilinear_forms,
+    float_tensors,
+    tiny_inputs,
+)
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3Model,
     DistilBertConfig,
     DistilBertModel,
     ElectraConfig,
@@ -29,6 +41,7 @@ from hf_rankattn import (
     collapse_rate,
     measure_attention,
     measure_collapse,
+    measure_weights,
     spectral_metrics,
 )
 from hf_rankattn.measure import composite_norm, residual
@@ -355,6 +368,60 @@ class TestAttention:
     def test_unknown_metrics(self):
         with pytest.raises(ValueError, match="'cheap' or 'full', got 'free'"):
             measure_attention(BERT.stock("Model")(BERT.stock_config()), tiny_inputs(BERT, "Model"), "free")
+
+
+class TestWeights:
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    def test_the_spectra_of_the_forms_themselves(self, family):
+        model = family.rank("Model")(family.rank_config(qk_rank=3)).double()
+        table = measure_weights(model)
+        assert len(table) == model.config.num_hidden_layers * 4 * 6
+        attention = attention_modules(model)[0]
+        expected = spectral_metrics(bilinear_forms(attention))
+        for name in ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank"):
+            rows = table[(table.layer == 0) & (table.metric == name)].sort_values("head")
+            torch.testing.assert_close(torch.tensor(rows.value.tolist(), dtype=torch.float64), expected[name])
+        assert (table[table.metric == "rank_limit"].value == 3).all()
+
+    def test_grouped_and_fused_queries(self):
+        sizes = {
+            "vocab_size": 50,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+        }
+        llama = LlamaModel(LlamaConfig(**sizes, num_key_value_heads=2, head_dim=8)).double()
+        attention = llama.layers[0].self_attn
+        query = attention.q_proj.weight.view(4, 8, 64)[3]
+        key = attention.k_proj.weight.view(2, 8, 64)[1]
+        row = measure_weights(llama)
+        row = row[(row["head"] == 3) & (row.metric == "effective_rank")].value.item()
+        assert row == pytest.approx(spectral_metrics((query.T @ key)[None])["effective_rank"].item())
+        gpt2 = GPT2Model(GPT2Config(vocab_size=50, n_embd=64, n_layer=1, n_head=4)).double()
+        weight = gpt2.h[0].attn.c_attn.weight
+        form = weight[:, 16:32] @ weight[:, 64 + 16 : 64 + 32].T
+        row = measure_weights(gpt2)
+        row = row[(row["head"] == 1) & (row.metric == "effective_rank")].value.item()
+        assert row == pytest.approx(spectral_metrics(form[None])["effective_rank"].item())
+
+    @pytest.mark.parametrize("kv, q, expected", [(24, 64, 40), (100, 200, 48), (100, 20, 20)])
+    def test_the_rule_of_latent_attention(self, kv, q, expected):
+        config = DeepseekV3Config(
+            vocab_size=50, hidden_size=256, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            intermediate_size=16, q_lora_rank=q, kv_lora_rank=kv, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=8,
+            first_k_dense_replace=1, n_routed_experts=2, n_group=1, topk_group=1, num_experts_per_tok=1,
+        )  # fmt: skip
+        table = measure_weights(DeepseekV3Model(config).double(), rtol=1e-9)
+        assert (table[table.metric == "rank_limit"].value == expected).all()
+        assert (table[table.metric == "numerical_rank"].value == expected).all()
+
+    def test_spoilt_weights(self):
+        model = BERT.stock("Model")(BERT.stock_config())
+        with torch.no_grad():
+            model.encoder.layer[1].attention.self.key.weight[0, 0] = torch.inf
+        with pytest.raises(ValueError, match="layer 1 hold NaN or Inf"):
+            measure_weights(model)
 
 
 class TestNonsense:

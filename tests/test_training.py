@@ -52,6 +52,16 @@ def test_torch_compile_traces_the_forward(family):
         torch.testing.assert_close(compiled(**batch).last_hidden_state, model(**batch).last_hidden_state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_torch_compile_with_inductor(family):
+    model = family.rank("Model")(family.rank_config(**SMALL, qk_norm=True)).eval()
+    batch = tiny_inputs(family, "Model")
+    with torch.no_grad():
+        expected = model(**batch).last_hidden_state
+        torch.testing.assert_close(torch.compile(model)(**batch).last_hidden_state, expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
 def test_bf16_autocast_trains(family):
     suffix = "ForSequenceClassification"

@@ -61,23 +61,27 @@ def spectral_metrics(
     >>> {name: round(value.item(), 4) for name, value in spectral_metrics(torch.eye(4)).items()}["effective_rank"]
     4.0
     """
-    if not 0 <= rtol < 1 or not 0 < energy <= 1:
-        raise ValueError(f"`rtol` must be in [0, 1) and `energy` in (0, 1], got {rtol} and {energy}.")
     maps, real = drop_padding(maps, mask)
     with one_thread(maps):
         singular = torch.linalg.svdvals(maps)
+    metrics = spectrum_metrics(singular, rtol, energy)
+    return {**metrics, "argmax_coverage": argmax_coverage(maps, real), "row_entropy": row_entropy(maps, real)}
+
+
+def spectrum_metrics(singular: torch.Tensor, rtol: float = 1e-2, energy: float = 0.9) -> dict[str, torch.Tensor]:
+    """The rank metrics that follow from singular values (..., k) in descending order; each value is (...)."""
+    if not 0 <= rtol < 1 or not 0 < energy <= 1:
+        raise ValueError(f"`rtol` must be in [0, 1) and `energy` in (0, 1], got {rtol} and {energy}.")
     squares = singular.square()
     total = squares.sum(-1)
     share = singular / singular.sum(-1, keepdim=True)
-    reached = squares.cumsum(-1) >= energy * total[..., None] * (1 - 4 * torch.finfo(maps.dtype).eps)
+    reached = squares.cumsum(-1) >= energy * total[..., None] * (1 - 4 * torch.finfo(singular.dtype).eps)
     return {
-        "numerical_rank": (singular > rtol * singular[..., :1]).sum(-1).to(maps.dtype),
+        "numerical_rank": (singular > rtol * singular[..., :1]).sum(-1).to(singular.dtype),
         "effective_rank": torch.special.entr(share).sum(-1).exp(),
         "stable_rank": total / squares[..., 0],
         "participation_ratio": total.square() / squares.square().sum(-1),
-        "energy_rank": (maps.shape[-1] - reached.sum(-1) + 1).to(maps.dtype),
-        "argmax_coverage": argmax_coverage(maps, real),
-        "row_entropy": row_entropy(maps, real),
+        "energy_rank": (singular.shape[-1] - reached.sum(-1) + 1).to(singular.dtype),
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -66,8 +67,10 @@ class Family:
     # where the maps are: an item of what the attention module returns, or what enters its dropout first
     maps: str = "output"
     causal: Callable[[Any], bool] = lambda config: getattr(config, "is_decoder", False)
-    # queries and keys as modules or parameters, for weights
-    query_key: tuple[str, str] | None = None
+    # W_Q and W_K of every head, each (heads, hidden, width), of an attention module
+    query_key: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]] = lambda attention, config: linear_heads(
+        attention.query, attention.key, config
+    )
     applications: Callable[[PreTrainedModel], list[int]] | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -78,7 +81,6 @@ def bert_like(name: str, *model_types: str) -> Family:
         model_types=model_types,
         layers="encoder.layer",
         attention="attention.self",
-        query_key=("query", "key"),
         edits={
             "attention_skip": (ZeroInput("attention.output", 1),),
             "mlp": (PassInput("output", 1),),
@@ -104,6 +106,35 @@ def pre_norm(
     )
 
 
+def linear_heads(query: nn.Linear, key: nn.Linear, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """The heads of two linear layers; grouped keys are repeated for the queries that share them."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    queries = query.weight.unflatten(0, (heads, -1)).transpose(1, 2)
+    keys = key.weight.unflatten(0, (groups, -1)).transpose(1, 2)
+    return queries, keys.repeat_interleave(heads // groups, dim=0)
+
+
+def gpt2_heads(attention, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """GPT-2 keeps queries, keys and values side by side in one matrix (hidden, 3 hidden)."""
+    query, key, _ = attention.c_attn.weight.split(config.hidden_size, dim=1)
+    return tuple(x.unflatten(1, (config.num_attention_heads, -1)).transpose(0, 1) for x in (query, key))  # type: ignore[return-value]
+
+
+def latent_heads(attention, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek's queries and keys through their latents, the gains of the norms between folded in."""
+    heads, nope, latent = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+    if attention.q_lora_rank is None:
+        queries = attention.q_proj.weight
+    else:
+        queries = (attention.q_b_proj.weight * attention.q_a_layernorm.weight) @ attention.q_a_proj.weight
+    down = attention.kv_a_proj_with_mqa.weight
+    up = attention.kv_b_proj.weight.unflatten(0, (heads, -1))[:, :nope] * attention.kv_a_layernorm.weight
+    rotary = down[latent:].expand(heads, -1, -1)
+    keys = torch.cat([up @ down[:latent], rotary], dim=1)
+    return queries.unflatten(0, (heads, -1)).transpose(1, 2), keys.transpose(1, 2)
+
+
 def albert_applications(model: PreTrainedModel) -> list[int]:
     """ALBERT runs the layers of a group again and again: which layer module each application uses."""
     config = model.config
@@ -121,7 +152,6 @@ TABLE = (
         model_types=("albert", "rank_albert"),
         layers="encoder.albert_layer_groups.*.albert_layers",
         attention="attention",
-        query_key=("query", "key"),
         applications=albert_applications,
         edits={
             "attention_skip": (Feed("attention.output_dropout", "attention.LayerNorm"),),
@@ -139,7 +169,7 @@ TABLE = (
         batch_first=False,
         maps="dropout",
         causal=lambda config: config.attn_type == "uni",
-        query_key=("q", "k"),
+        query_key=lambda attention, config: (attention.q.transpose(0, 1), attention.k.transpose(0, 1)),
         edits={
             "attention_skip": (Feed("rel_attn.dropout", "rel_attn.layer_norm"),),
             "mlp": (PassInput("ff"),),
@@ -152,7 +182,6 @@ TABLE = (
         model_types=("rank_encoder",),
         layers="layers",
         attention="attention",
-        query_key=("query", "key"),
         edits={
             "attention_skip": (PassInput("attention_skip", 1),),
             "mlp": (PassInput("mlp_skip", 0), PassInput("mlp_norm")),
@@ -165,7 +194,7 @@ TABLE = (
         model_types=("distilbert",),
         layers="transformer.layer",
         attention="attention",
-        query_key=("q_lin", "k_lin"),
+        query_key=lambda attention, config: linear_heads(attention.q_lin, attention.k_lin, config),
         edits={
             "attention_skip": (Feed("attention", "sa_layer_norm"),),
             "mlp": (Return("sa_layer_norm", "output_layer_norm"),),
@@ -175,18 +204,20 @@ TABLE = (
     ),
     pre_norm(
         "ViT", "vit", layers="layers", attention="attention", mlp="mlp", norms=("layernorm_before", "layernorm_after"),
-        query_key=("q_proj", "k_proj"),
+        query_key=lambda attention, config: linear_heads(attention.q_proj, attention.k_proj, config),
     ),
     pre_norm(
         "GPT-2", "gpt2", layers="h", attention="attn", mlp="mlp", norms=("ln_1", "ln_2"), causal=lambda config: True,
+        query_key=lambda attention, config: gpt2_heads(attention, config),
     ),
     pre_norm(
         "Llama", "llama", "qwen2", "qwen3", "mistral", layers="layers", attention="self_attn", mlp="mlp",
-        norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True, query_key=("q_proj", "k_proj"),
+        norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True, query_key=lambda attention, config: linear_heads(attention.q_proj, attention.k_proj, config),
     ),
     pre_norm(
         "DeepSeek-V3", "deepseek_v3", layers="layers", attention="self_attn", mlp="mlp",
         norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True,
+        query_key=lambda attention, config: latent_heads(attention, config),
     ),
 )  # fmt: skip
 
