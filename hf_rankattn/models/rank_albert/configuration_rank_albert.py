@@ -106,7 +106,8 @@ class RankConfigMixin:
                 f"`head_dim` is not a field of this family and stock {self.stock_model_type or 'models'} would ignore it. "
                 "Set `qk_rank` for the query/key width of a head and `v_head_dim` for its value width."
             )
-        for name in set(kwargs) - {"auto_map", "quantization_config"}:
+        # what is read from a file may carry whatever other programs have put there
+        for name in () if kwargs.pop("_read_from_file", False) else kwargs:
             if not hasattr(self, name) and (meant := get_close_matches(name, self.own_fields, n=1, cutoff=0.66)):
                 raise ValueError(f"`{name}` is not a field. Did you mean `{meant[0]}`?")
         model_type = kwargs.pop("model_type", self.model_type)
@@ -223,7 +224,7 @@ class RankConfigMixin:
             # one value for all layers, or a list, replaces what was stored layer by layer
             kept = {i: {name: v for name, v in given.items() if name not in front} for i, given in stored.items()}
             config_dict["per_layer_config"] = {i: given for i, given in kept.items() if given}
-        return super().from_dict({**config_dict, **front}, **kwargs)
+        return super().from_dict({**config_dict, **front, "_read_from_file": True}, **kwargs)
 
 
 def resolve_heads(config) -> HeadGeometry:
