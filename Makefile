@@ -32,6 +32,9 @@ test-upstream: $(STAMP)
 	$(BIN)/python tests/upstream/run.py --jobs 2
 
 style: $(STAMP)
+	for folder in rank_albert rank_encoder rank_xlnet; do \
+		cp hf_rankattn/models/rank_bert/heads.py hf_rankattn/models/rank_bert/building.py hf_rankattn/models/$$folder/; \
+	done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -96,6 +96,26 @@ class TestExport:
             assert (tmp_path / "model" / f"{module}.py").exists() and hasattr(hf_rankattn, name)
 
 
+@pytest.mark.parametrize(
+    "name, config", [("RankXLNetModel", "RankXLNetConfig()"), ("RankEncoderModel", "RankEncoderConfig(input_dim=4)")]
+)
+def test_the_way_of_transformers_to_share_source_works_too(name, config, tmp_path):
+    config = config.replace(
+        "XLNetConfig()", "XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8, qk_rank=2)"
+    )
+    code = f"""
+from hf_rankattn import {name}, {config.split("(")[0]}
+{config.split("(")[0]}.register_for_auto_class()
+{name}.register_for_auto_class("AutoModel")
+{name}({config}).save_pretrained({str(tmp_path / "model")!r})
+print(1)
+"""
+    run(code)
+    load = BLOCKER + "from transformers import AutoModel\n"
+    load += f"print(type(AutoModel.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)).__name__)"
+    assert run(load, {"HF_HOME": str(tmp_path / "home")}) == name
+
+
 def test_a_head_without_an_auto_class_loads_without_the_package(tmp_path):
     model = RankEncoderForPointRegression(
         RankEncoderConfig(input_dim=8, num_attention_heads=3, qk_rank=2, v_head_dim=5)
