@@ -202,7 +202,9 @@ class TestParts:
         alone = model(points=points, queries=queries[:, 1:2]).logits
         torch.testing.assert_close(together[:, 1:2], alone)
         model.set_attn_implementation("eager")
-        for maps in model(points=points, queries=queries, output_attentions=True).attentions:
+        attentions = model(points=points, queries=queries, output_attentions=True).attentions
+        assert len(attentions) == 2
+        for maps in attentions:
             assert maps[..., 5:].abs().max() == 0, "no token attends to a query, not even the query itself"
         moved = model(points=points + 1.0, queries=queries).logits
         assert not torch.allclose(moved, together)
@@ -244,6 +246,15 @@ class TestParts:
         assert output.logits.shape == (1, 3, 4) and torch.isfinite(output.loss)
         hull = RankEncoderForTokenClassification(RankEncoderConfig(input_dim=2, hidden_size=12, input_map="mlp"))
         assert hull(points=torch.randn(2, 5, 2)).logits.shape == (2, 5, 2)
+
+    def test_the_implementation_can_be_switched_and_softmax_maps_read(self):
+        model = RankEncoderModel(RankEncoderConfig(input_dim=6, num_attention_heads=3, qk_rank=2, v_head_dim=5))
+        for implementation in ("eager", "sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            assert model.config._attn_implementation == implementation
+        (maps,) = model(points=torch.randn(2, 5, 6), output_attentions=True).attentions
+        assert maps.shape == (2, 3, 5, 5)
+        torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 5))
 
     def test_layers_start_different(self):
         model = RankEncoderModel(RankEncoderConfig(input_dim=6, num_hidden_layers=3))

@@ -323,6 +323,13 @@ class TestAttention:
                 rows = table[(table.layer == layer) & (table.metric == name)].sort_values(["example", "head"])
                 torch.testing.assert_close(torch.tensor(rows.value.tolist()), expected.flatten(), atol=1e-5, rtol=1e-5)
 
+    def test_the_encoder(self):
+        model = RankEncoderModel(
+            RankEncoderConfig(input_dim=6, num_hidden_layers=2, num_attention_heads=3, qk_rank=2, v_head_dim=5)
+        )
+        table = measure_attention(model, {"points": torch.randn(2, 8, 6)}, "full")
+        assert set(table.layer) == {0, 1} and set(table["head"]) == {0, 1, 2}
+
     def test_the_cheap_set_and_padding(self):
         model = BERT.stock("Model")(BERT.stock_config()).eval()
         batch = tiny_inputs(BERT, "Model")

@@ -219,6 +219,10 @@ class RankEncoderPreTrainedModel(PreTrainedModel):
         check_config(self, config, RankEncoderConfig)
         super().__init__(config, *args, **kwargs)
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the interface in the source of this file; it is called in building.py
+
     @torch.no_grad()
     def _init_weights(self, module):
         """The papers' initialisation, drawn anew for every layer."""
