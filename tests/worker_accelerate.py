@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 
 import torch
@@ -50,8 +51,9 @@ def main():
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()[None]).mean().item())
     if accelerator.is_main_process:
-        print(json.dumps(losses))
-    accelerator.end_training()
+        print(json.dumps(losses), flush=True)
+    accelerator.wait_for_everyone()
+    os._exit(0)  # a gloo group that is torn down while the other process has left may wait for it forever
 
 
 if __name__ == "__main__":
