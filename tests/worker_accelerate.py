@@ -53,7 +53,7 @@ def main():
     if accelerator.is_main_process:
         print(json.dumps(losses), flush=True)
     accelerator.wait_for_everyone()
-    os._exit(0)  # a gloo group that is torn down while the other process has left may wait for it forever
+    os._exit(0)  # past the teardown of the group: one of two processes was once seen to hang after its work was done
 
 
 if __name__ == "__main__":
