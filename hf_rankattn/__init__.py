@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from .probe import ablate as ablate
     from .probe import measure_attention as measure_attention
     from .probe import measure_collapse as measure_collapse
+    from .probe import RankCallback as RankCallback
+    from .probe import measure_logits as measure_logits
     from .probe import measure_weights as measure_weights
+    from .texts import package_text as package_text
 
 # The modelling files stand alone, so that they can be exported; what shares a model with its card joins them here.
 for _base in (
@@ -40,7 +43,13 @@ for _base in (
     _base.push_to_hub = push_to_hub  # type: ignore[method-assign, assignment]
 
 # Their tables need pandas, which is slow to import and not needed to load a model.
-_LAZY = dict.fromkeys(("ablate", "measure_attention", "measure_collapse", "measure_weights"), ".probe")
+_LAZY = {
+    **dict.fromkeys(
+        ("RankCallback", "ablate", "measure_attention", "measure_collapse", "measure_logits", "measure_weights"),
+        ".probe",
+    ),
+    "package_text": ".texts",
+}
 
 
 def __getattr__(name: str):

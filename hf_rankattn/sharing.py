@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ import transformers.models.auto.modeling_auto as modeling_auto
 from huggingface_hub import HfApi, ModelCard
 from transformers import PreTrainedModel
 
+from .folders import fresh_folder
 from .models import parameter_counts
 from .report.cards import model_card
 
@@ -60,10 +60,7 @@ def export_model(
     """
     folder = Path(folder).resolve()
     check_exportable(model, remote_code)
-    check_replaceable(folder, overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with fresh_folder(folder, overwrite, marker="config.json", what="a model") as staging:
         model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
@@ -71,57 +68,7 @@ def export_model(
             add_source(model, staging)
         card = card or card_of(model, folder.name, remote_code=remote_code)
         card.save(staging / "README.md")
-        if folder.exists():
-            replace_folder(staging, folder)
-        else:
-            open_to_umask(staging)
-            staging.rename(folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return folder
-
-
-def open_to_umask(folder: Path) -> None:
-    """Give a temporary folder, which is private, the mode that a new folder of the user's would have."""
-    umask = os.umask(0)
-    os.umask(umask)
-    folder.chmod(0o777 & ~umask)
-
-
-def check_replaceable(folder: Path, overwrite: bool) -> None:
-    if not folder.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"{folder} exists already: choose another folder, or pass overwrite=True to replace it.")
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} does not hold a model (no config.json), so it is not replaced: choose another folder."
-        )
-    if folder == Path.cwd() or folder in Path.cwd().parents:
-        raise ValueError(f"{folder} is the folder you work in, or above it: choose another folder.")
-
-
-def replace_folder(staging: Path, folder: Path) -> None:
-    """Put `staging` in the place of `folder`, which is deleted only when its successor stands."""
-    staging.chmod(folder.stat().st_mode)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-    old = aside / folder.name
-    try:
-        folder.rename(old)
-    except BaseException:
-        aside.rmdir()
-        raise
-    try:
-        staging.rename(folder)
-    except BaseException as error:
-        try:
-            old.rename(folder)
-        except OSError:
-            raise OSError(f"{folder} could not be replaced; what it held is in {old}.") from error
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside)
 
 
 def check_exportable(model: PreTrainedModel, remote_code: bool) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from .norms import working
+from .norms import drop_rows, working
 from .threads import one_thread
 
 
@@ -112,18 +112,26 @@ def cheap_metrics(maps: torch.Tensor, mask: torch.Tensor | None = None, steps: i
     }
 
 
-def factor_spectrum(query: torch.Tensor, key: torch.Tensor, center_rows: bool = False) -> torch.Tensor:
+def factor_spectrum(
+    query: torch.Tensor, key: torch.Tensor, center_rows: bool = False, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Singular values, descending, of `query @ key^T` from its factors (..., n, r) and (..., m, r), as (..., r).
 
     Neither the n x m logits nor the d x d form of a head is ever made: two QR decompositions leave an r x r matrix with
     the same singular values. With `center_rows`, the mean of each row of logits, which softmax ignores, is taken away
-    first, by centring the keys.
+    first, by centring the keys. Tokens that a `mask` (batch, n) of self-attention marks with 0 are left out.
     """
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"queries and keys must have one width, got {tuple(query.shape)} and {tuple(key.shape)}.")
     query, key = working(query), working(key)
+    if mask is not None:
+        while mask.ndim < query.ndim - 1:
+            mask = mask.unsqueeze(-2)
+        mask = mask.to(query.device).expand(query.shape[:-1])
+        query, key = drop_rows(query, mask), drop_rows(key, mask)
     if center_rows:
-        key = key - key.mean(-2, keepdim=True)
+        count = key.shape[-2] if mask is None else mask.bool().sum(-1)[..., None, None]
+        key = drop_rows(key - key.sum(-2, keepdim=True) / count, mask)
     with one_thread(query):
         left, right = (torch.linalg.qr(factor, mode="r").R for factor in (query, key))
         return torch.linalg.svdvals(left @ right.transpose(-1, -2))

@@ -22,6 +22,7 @@ from .architectures import (
     layers_of,
     submodule,
 )
+from .batches import plain
 
 
 _owners: "weakref.WeakKeyDictionary[nn.Module, list[int]]" = weakref.WeakKeyDictionary()
@@ -137,7 +138,7 @@ def ablate(
 
     Parts are removed by zeroing or capturing on submodules, never by subtracting what was added.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = plain(model)
     family, applied = family_of(model), layers_of(model)
     wanted = set(range(len(applied)) if layers is None else layers)
     if foreign := sorted(wanted - set(range(len(applied)))):

@@ -1,12 +1,15 @@
 """Where attention, skip, MLP and norm live in each family: one row a family, nothing else in the probe knows models."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from ..models.rank_bert.building import apply_qk_norm, unit_norm
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Family:
     query_key: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]] = lambda attention, config: linear_heads(
         attention.query, attention.key, config
     )
+    # how an attention module outside of transformers' interface shows its queries and keys: puts hooks on a stack
+    logits: Callable[[Any, Callable, ExitStack], None] | None = None
     applications: Callable[[PreTrainedModel], list[int]] | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -135,6 +140,36 @@ def latent_heads(attention, config) -> tuple[torch.Tensor, torch.Tensor]:
     return queries.unflatten(0, (heads, -1)).transpose(1, 2), keys.transpose(1, 2)
 
 
+def xlnet_logits(attention, record: Callable, stack: ExitStack) -> None:
+    """XLNet's attention is its own: the content term, `q + r_w_bias` against k, (n, batch, heads, r) each."""
+    core = attention.rel_attn_core
+    normed = getattr(attention, "log_temperature", None) is not None
+
+    def rel_attn_core(q_head, k_head_h, *args, **kwargs):
+        query, key = (unit_norm(q_head), unit_norm(k_head_h)) if normed else (q_head, k_head_h)
+        query, key = ((query + attention.r_w_bias).permute(1, 2, 0, 3), key.permute(1, 2, 0, 3))
+        record(query * attention.scale, key)
+        return core(q_head, k_head_h, *args, **kwargs)
+
+    attention.rel_attn_core = rel_attn_core
+    stack.callback(delattr, attention, "rel_attn_core")
+
+
+def encoder_logits(attention, record: Callable, stack: ExitStack) -> None:
+    """RankEncoder's fused and hard attention do not go through the interface: its queries and keys are made again."""
+
+    def show(module, args, kwargs):
+        states = args[0] if args else kwargs["hidden_states"]
+        query, key = (
+            projection(states).unflatten(-1, (module.num_attention_heads, module.qk_rank)).transpose(1, 2)
+            for projection in (module.query, module.key)
+        )
+        query, key = apply_qk_norm(module, query, key)
+        record(query * module.scaling, key)
+
+    stack.callback(attention.register_forward_pre_hook(show, with_kwargs=True).remove)
+
+
 def albert_applications(model: PreTrainedModel) -> list[int]:
     """ALBERT runs the layers of a group again and again: which layer module each application uses."""
     config = model.config
@@ -170,6 +205,7 @@ TABLE = (
         maps="dropout",
         causal=lambda config: config.attn_type == "uni",
         query_key=lambda attention, config: (attention.q.transpose(0, 1), attention.k.transpose(0, 1)),
+        logits=xlnet_logits,
         edits={
             "attention_skip": (Feed("rel_attn.dropout", "rel_attn.layer_norm"),),
             "mlp": (PassInput("ff"),),
@@ -182,6 +218,7 @@ TABLE = (
         model_types=("rank_encoder",),
         layers="layers",
         attention="attention",
+        logits=encoder_logits,
         edits={
             "attention_skip": (PassInput("attention_skip", 1),),
             "mlp": (PassInput("mlp_skip", 0), PassInput("mlp_norm")),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..measure import cheap_metrics, spectral_metrics
 from .architectures import base_of, family_of, layers_of, submodule
-from .batches import Inputs, batches_of, evaluating, real_tokens
+from .batches import Inputs, batches_of, evaluating, plain, real_tokens
 
 
 MEASURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"cheap": cheap_metrics, "full": spectral_metrics}
@@ -19,13 +19,13 @@ RELATIVE = ("numerical_rank", "effective_rank", "stable_rank", "participation_ra
 
 
 @contextmanager
-def eager(model: PreTrainedModel) -> Iterator[None]:
-    """Attention that makes its maps; the implementation the model had is restored."""
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Another attention implementation for a while; the one the model had is restored."""
     before = model.config._attn_implementation
-    if before == "eager":
+    if before == name:
         yield
         return
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
@@ -74,7 +74,8 @@ class LayerMaps:
         self.reduce(maps)
 
     def reduce(self, maps: torch.Tensor) -> None:
-        values = MEASURES[self.metrics](maps.detach(), self.mask)
+        mask = None if self.mask is None else self.mask.to(maps.device)
+        values = MEASURES[self.metrics](maps.detach(), mask)
         if not all(bool(torch.isfinite(value).all()) for value in values.values()):
             raise ValueError(f"the maps of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
         if self.causal:
@@ -103,14 +104,14 @@ def measure_attention(
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = plain(model)
     family_of(model)
     if metrics not in MEASURES:
         raise ValueError(f"`metrics` must be 'cheap' or 'full', got {metrics!r}.")
     base, frames, offset = base_of(model), [], 0
     for batch in batches_of(base, inputs):
         mask = real_tokens(base, batch)
-        with evaluating(base), eager(model), ExitStack() as stack:
+        with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
             recorder = LayerMaps(model, metrics, mask, stack)
             base(**batch)
         for layer, values in enumerate(recorder.rows):
@@ -118,7 +119,7 @@ def measure_attention(
             index = pd.MultiIndex.from_product(
                 [range(offset, offset + examples), range(heads)], names=["example", "head"]
             )
-            columns = {name: value.double().flatten().cpu().numpy() for name, value in values.items()}
+            columns = {name: value.flatten().cpu().double().numpy() for name, value in values.items()}
             wide = pd.DataFrame(columns, index=index).rename_axis(columns="metric")
             frames.append(wide.stack().rename("value").reset_index().assign(layer=layer))
         offset += examples

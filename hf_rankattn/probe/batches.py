@@ -1,54 +1,86 @@
 """What the probe is fed: one batch, a list of batches or a DataLoader, on the device of the model."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import pandas as pd
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 
+logger = logging.get_logger(__name__)
 Inputs = Mapping[str, torch.Tensor] | Iterable[Mapping[str, torch.Tensor]]
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The module inside what `torch.compile` or data parallelism wraps around a model; a compiled one is said."""
+    if hasattr(model, "_orig_mod"):
+        logger.warning_once("the model is compiled: what is measured is the module it was compiled from.")
+        return plain(model._orig_mod)
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return plain(model.module)
+    return model
 
 
 def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of `inputs` with what the model's forward takes, on its device; labels and the like are left out."""
     batches: Iterable[Mapping[str, torch.Tensor]] = [inputs] if isinstance(inputs, Mapping) else inputs
     accepted = set(inspect.signature(model.forward).parameters)
+    # the weights of an offloaded model are nowhere until they are used, and its hooks move what it is given
+    device = None if model.device.type == "meta" else model.device
     empty = True
     for batch in batches:
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f"a batch must be a dict of tensors such as a tokenizer returns, got a {type(batch).__name__}."
             )
-        kept = {name: value.to(model.device) for name, value in batch.items() if name in accepted}
+        kept = {name: value for name, value in batch.items() if name in accepted and value is not None}
         if not kept:
             raise ValueError(f"no entry of the batch is an input of {type(model).__name__}: got {', '.join(batch)}.")
+        if lists := [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]:
+            raise ValueError(f"{', '.join(lists)} must be tensors: ask the tokenizer for return_tensors='pt'.")
         empty = False
-        yield kept
+        yield {name: value.to(device) for name, value in kept.items()}
     if empty:
         raise ValueError("there is no batch to measure: `inputs` is empty.")
+
+
+def longest(config) -> int | None:
+    """How many tokens the position table of a model has room for."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or limit < 1:  # XLNet's is -1: positions that are relative have no end
+        return None
+    if config.model_type in ("roberta", "xlm-roberta"):
+        limit -= config.pad_token_id + 1  # their positions are counted from the one after the padding index
+    return limit
 
 
 def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The mask of a batch, 1 for tokens, or None where nothing is padded; refuses what has nothing to measure."""
     mask = batch.get("attention_mask")
-    tokens = batch.get("input_ids", batch.get("points"))
+    tokens = next((batch[name] for name in ("input_ids", "points", "inputs_embeds") if name in batch), None)
     if tokens is not None:
-        limit = getattr(model.config, "max_position_embeddings", None) or 0
-        if 0 < limit < tokens.shape[1]:
+        limit = longest(model.config)
+        if limit and limit < tokens.shape[1]:
             raise ValueError(
                 f"the batch has {tokens.shape[1]} tokens, but the model has {limit} positions: truncate it."
             )
-        if tokens.shape[1] < 2:
-            raise ValueError("one token has no others to be equal to: give texts of at least two tokens.")
+        if tokens.shape[0] < 1 or tokens.shape[1] < 2:
+            raise ValueError(
+                f"the batch is {tuple(tokens.shape[:2])}, examples by tokens: there must be an example, and one token "
+                "has no others to be equal to. Give texts of at least two tokens."
+            )
     if mask is None:
         return None
     lengths = mask.bool().sum(-1)
     if bool((lengths < 2).any()):
         rows = torch.nonzero(lengths < 2).flatten().tolist()
         raise ValueError(f"examples {rows} of the batch have fewer than two tokens that are not padding.")
+    if "queries" in batch:  # they follow the points, and are never padding
+        mask = nn.functional.pad(mask, (0, batch["queries"].shape[1]), value=1)
     return None if bool(mask.bool().all()) else mask
 
 
@@ -63,3 +95,35 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def over_processes(
+    measure: Callable[[Mapping[str, torch.Tensor]], pd.DataFrame],
+    batches: Iterable[Mapping[str, torch.Tensor]],
+    done: Callable[[], object] = lambda: None,
+) -> pd.DataFrame:
+    """The table of all batches, each measured by one of the processes that run; every process gets the whole table.
+
+    Args:
+        measure: From a batch to a table with a column `example` that counts from 0.
+        batches: The same batches, in the same order, in every process.
+        done: Called after every batch that this process has measured or left to another.
+
+    Batches go round, and what comes out of a batch does not depend on who measured it, so the table is the same for any
+    number of processes, to the last bit.
+    """
+    from accelerate.utils import gather_object
+
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    world = torch.distributed.get_world_size() if distributed else 1
+    offset, own = 0, []
+    for number, batch in enumerate(batches):
+        if number % world == rank:
+            own.append((number, measure(batch).assign(example=lambda table, offset=offset: table.example + offset)))
+        offset += len(next(iter(batch.values())))
+        done()
+    tables = sorted(gather_object(own) if distributed else own, key=lambda entry: entry[0])
+    if not tables:
+        raise ValueError("there is no batch to measure.")
+    return pd.concat([table for _, table in tables], ignore_index=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..measure import composite_norm, relative_residual, residual, token_cosine
 from .ablate import ablate
 from .architectures import base_of, family_of, layers_of
-from .batches import Inputs, batches_of, evaluating, real_tokens
+from .batches import Inputs, batches_of, evaluating, plain, real_tokens
 
 
 VARIANTS = {
@@ -49,7 +49,8 @@ class LayerStates:
 
     def reduce(self, states: torch.Tensor) -> None:
         states = states if self.family.batch_first else states.transpose(0, 1)
-        metrics = states_metrics(states.detach(), self.mask)
+        mask = None if self.mask is None else self.mask.to(states.device)
+        metrics = states_metrics(states.detach(), mask)
         if not bool(torch.isfinite(metrics["relative_residual"]).all()):
             raise ValueError(
                 f"the states after layer {len(self.rows)} hold NaN or Inf, or are all zero: there is no residual to "
@@ -71,7 +72,7 @@ def measure_collapse(
 
     Returns a long table with the columns `model, variant, layer, example, metric, value`.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = plain(model)
     family_of(model)
     if unknown := sorted(set(variants) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
@@ -85,7 +86,7 @@ def measure_collapse(
                 base(**batch)
             for layer, metrics in enumerate(recorder.rows):
                 for metric, values in metrics.items():
-                    frame = pd.DataFrame({"value": values.double().cpu().numpy()})
+                    frame = pd.DataFrame({"value": values.cpu().double().numpy()})
                     frame["example"] = range(offset, offset + len(frame))
                     frames.append(frame.assign(variant=variant, layer=layer, metric=metric))
             offset += len(values)

@@ -1,0 +1,78 @@
+"""Write a folder as a whole or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is gone when it does not.
+
+    Args:
+        folder: The folder to make. It must not exist, unless `overwrite` is given; then it is replaced at the end.
+        overwrite: Whether an existing folder may be replaced.
+        marker: A file that an existing folder must hold to be replaced: nobody's other files are deleted.
+        what: What such a folder holds, for messages.
+    """
+    folder = Path(folder).resolve()
+    check_replaceable(folder, overwrite, marker, what)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield staging
+        if folder.exists():
+            replace_folder(staging, folder)
+        else:
+            open_to_umask(staging)
+            staging.rename(folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def open_to_umask(folder: Path) -> None:
+    """Give a temporary folder, which is private, the mode that a new folder of the user's would have."""
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+
+
+def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str) -> None:
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{folder} exists already: choose another folder, or pass overwrite=True (--overwrite) to replace it."
+        )
+    if not (folder / marker).is_file():
+        raise ValueError(
+            f"{folder} does not hold {what} (no {marker}), so it is not replaced: choose another folder."
+        )
+    if folder == Path.cwd() or folder in Path.cwd().parents:
+        raise ValueError(f"{folder} is the folder you work in, or above it: choose another folder.")
+
+
+def replace_folder(staging: Path, folder: Path) -> None:
+    """Put `staging` in the place of `folder`, which is deleted only when its successor stands."""
+    staging.chmod(folder.stat().st_mode)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+    old = aside / folder.name
+    try:
+        folder.rename(old)
+    except BaseException:
+        aside.rmdir()
+        raise
+    try:
+        staging.rename(folder)
+    except BaseException as error:
+        try:
+            old.rename(folder)
+        except OSError:
+            raise OSError(f"{folder} could not be replaced; what it held is in {old}.") from error
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside)
