@@ -25,10 +25,10 @@ from .version import __version__ as __version__
 
 
 if TYPE_CHECKING:
+    from .probe import RankCallback as RankCallback
     from .probe import ablate as ablate
     from .probe import measure_attention as measure_attention
     from .probe import measure_collapse as measure_collapse
-    from .probe import RankCallback as RankCallback
     from .probe import measure_logits as measure_logits
     from .probe import measure_weights as measure_weights
     from .texts import package_text as package_text

@@ -4,7 +4,11 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from importlib.metadata import version
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -19,6 +23,31 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Json = typer.Option(False, "--json", help="Print JSON.")
+
+
+class Metrics(StrEnum):
+    cheap = "cheap"
+    full = "full"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@contextmanager
+def progress_bar(what: str, unit: str) -> Iterator[Callable[[int], Callable[[], object]]]:
+    """Gives a function that takes a total and returns what to call at every step; drawn on stderr, gone when done."""
+    columns = TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total} " + unit), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def start(total: int) -> Callable[[], object]:
+            task = progress.add_task(what, total=total)
+            return lambda: progress.advance(task)
+
+        yield start
 
 
 def print_version(wanted: bool) -> None:
@@ -42,13 +71,8 @@ def demo(as_json: bool = Json) -> None:
     from . import demo as demonstration
 
     start = time.perf_counter()
-    progress = Progress(
-        TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-    with progress:
-        task = progress.add_task("training", total=demonstration.TOTAL_STEPS)
-        claims = demonstration.run_demo(progress=lambda: progress.advance(task))
+    with progress_bar("training", "steps") as start_progress:
+        claims = demonstration.run_demo(progress=start_progress(demonstration.TOTAL_STEPS))
     if as_json:
         print(json.dumps([claim.as_dict() for claim in claims], indent=2))
         return
@@ -85,6 +109,65 @@ def env(as_json: bool = Json) -> None:
         return
     for name, value in report.items():
         print(f"- {name}: {value}")
+
+
+@app.command(epilog="Example: rankattn measure sentence-transformers/all-MiniLM-L6-v2 --out measured")
+def measure(
+    model: str = typer.Argument(help="A folder or a Hub repository with safetensors."),
+    out: Path = typer.Option(help="Folder to make, for table.parquet and the figures."),
+    text: Path | None = typer.Option(None, help="Text file: paragraphs between blank lines, or a text a line."),
+    dataset: str | None = typer.Option(None, help="A dataset on the Hub or in a folder, instead of a text file."),
+    split: str = typer.Option("test", help="Split of the dataset."),
+    column: str | None = typer.Option(None, help="Column of the dataset; not needed if one column is text."),
+    random_inputs: bool = typer.Option(False, "--random-inputs", help="Random ids, images or points, not text."),
+    examples: int = typer.Option(32, help="How many texts to use."),
+    length: int = typer.Option(128, help="Tokens a text is cut to."),
+    batch_size: int = typer.Option(8, help="Texts a batch."),
+    variants: str | None = typer.Option(None, help="Of san,san+mlp,san+skip,transformer; default: all that can be."),
+    metrics: Metrics = typer.Option(Metrics.full, help="full: singular values of every map; cheap: none."),
+    random_init: bool = typer.Option(False, "--random-init", help="Take the config only and draw fresh weights."),
+    dtype: Dtype = typer.Option(Dtype.float32, help="Precision to run in; float64 sees collapse ten digits deeper."),
+    seed: int = typer.Option(0, min=0, help="Seed of fresh weights and random inputs."),
+    revision: str | None = typer.Option(None, help="Branch, tag or commit on the Hub."),
+    device_map: str | None = typer.Option(None, help="As in from_pretrained: auto for models too big for one device."),
+    offload_folder: str | None = typer.Option(None, help="Where weights go that fit no device."),
+    processes: int | None = typer.Option(None, help="Stop unless torchrun started so many processes."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace measurements in --out."),
+    as_json: bool = Json,
+) -> None:
+    """Measure a checkpoint: do tokens stay apart, how much rank has attention, how much query-key rank is used."""
+    from .folders import check_replaceable
+    from .processes import join_processes
+    from .report.summary import findings
+    from .survey import measure_checkpoint, write_survey
+
+    check_replaceable(out.resolve(), overwrite, "table.parquet", "measurements")
+    first = join_processes(processes)
+    with progress_bar("measuring", "batches") as start_progress:
+        table, facts = measure_checkpoint(
+            model, text=text, dataset=dataset, split=split, column=column, random_inputs=random_inputs,
+            examples=examples, length=length, batch_size=batch_size, metrics=metrics.value, random_init=random_init,
+            variants=None if variants is None else [name.strip() for name in variants.split(",")], dtype=dtype.value,
+            seed=seed, revision=revision, device_map=device_map, offload_folder=offload_folder,
+            start_progress=start_progress if first else lambda total: lambda: None,
+        )  # fmt: skip
+    if not first:
+        return
+    files = write_survey(table, facts, out, overwrite)
+    found = findings(table, facts)
+    if as_json:
+        print(json.dumps({"facts": facts, "findings": [entry.as_dict() for entry in found], "files": files}, indent=2))
+        return
+    answers = Table("question", "answer", "to compare", show_lines=True, title=facts["title"])
+    for entry in found:
+        answers.add_row(entry.question, entry.answer, entry.compare)
+    console = Console()
+    console.print(answers)
+    console.print(
+        f"{facts['family']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} "
+        f"examples from {facts['source']}; {facts['seconds']} s.\nIn {out}: {', '.join(files)}",
+        highlight=False,
+    )
 
 
 def main() -> None:

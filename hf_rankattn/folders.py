@@ -49,9 +49,7 @@ def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str) -> 
             f"{folder} exists already: choose another folder, or pass overwrite=True (--overwrite) to replace it."
         )
     if not (folder / marker).is_file():
-        raise ValueError(
-            f"{folder} does not hold {what} (no {marker}), so it is not replaced: choose another folder."
-        )
+        raise ValueError(f"{folder} does not hold {what} (no {marker}), so it is not replaced: choose another folder.")
     if folder == Path.cwd() or folder in Path.cwd().parents:
         raise ValueError(f"{folder} is the folder you work in, or above it: choose another folder.")
 

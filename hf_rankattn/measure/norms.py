@@ -41,4 +41,5 @@ def composite_norm(x: torch.Tensor) -> torch.Tensor:
     >>> composite_norm(torch.tensor([[-2.0, -1.0, 0.0], [1.0, 2.0, 3.0]]))
     tensor(4.2426)
     """
-    return (one_norm(x) * inf_norm(x)).sqrt()
+    sizes = working(x).abs()
+    return (sizes.sum(-2).amax(-1) * sizes.sum(-1).amax(-1)).sqrt()

@@ -78,9 +78,10 @@ def token_cosine(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
     tensor(0.3333)
     """
     states = drop_rows(working(x), mask)
-    unit = torch.nn.functional.normalize(states, dim=-1)
-    count = (states.shape[-2] if mask is None else mask.bool().sum(-1)) * torch.ones(
-        (), device=x.device, dtype=unit.dtype
-    )
-    squares = unit.square().sum((-2, -1))
-    return (unit.sum(-2).square().sum(-1) - squares) / (count * (count - 1))
+    lengths = torch.linalg.vector_norm(states, dim=-1)
+    nonzero = lengths > 0
+    inverse = torch.where(nonzero, lengths, 1).reciprocal().masked_fill(~nonzero, 0)
+    # the sum of unit rows, without a second copy of all rows
+    total = (inverse.unsqueeze(-2) @ states).square().sum((-2, -1))
+    count = torch.as_tensor(states.shape[-2] if mask is None else mask.bool().sum(-1), device=x.device)
+    return ((total - nonzero.sum(-1)) / (count * (count - 1))).masked_fill(count < 2, torch.nan)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models.rank_bert.building import apply_qk_norm, unit_norm
 
@@ -259,9 +259,9 @@ TABLE = (
 )  # fmt: skip
 
 
-def family_of(model: PreTrainedModel) -> Family:
+def family_of(model: PreTrainedModel | PreTrainedConfig) -> Family:
     """The row of a model, or a `ValueError` that lists the rows there are."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = getattr(getattr(model, "config", model), "model_type", None)
     for family in TABLE:
         if model_type in family.model_types:
             return family

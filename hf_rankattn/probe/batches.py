@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pandas as pd
 import torch
@@ -15,7 +16,7 @@ logger = logging.get_logger(__name__)
 Inputs = Mapping[str, torch.Tensor] | Iterable[Mapping[str, torch.Tensor]]
 
 
-def plain(model: PreTrainedModel) -> PreTrainedModel:
+def plain(model: Any) -> PreTrainedModel:
     """The module inside what `torch.compile` or data parallelism wraps around a model; a compiled one is said."""
     if hasattr(model, "_orig_mod"):
         logger.warning_once("the model is compiled: what is measured is the module it was compiled from.")

@@ -7,7 +7,8 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..measure import composite_norm, relative_residual, residual, token_cosine
+from ..measure import composite_norm, residual, token_cosine
+from ..measure.norms import drop_rows, working
 from .ablate import ablate
 from .architectures import base_of, family_of, layers_of
 from .batches import Inputs, batches_of, evaluating, plain, real_tokens
@@ -22,9 +23,12 @@ VARIANTS = {
 
 
 def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What [`relative_residual`], [`residual`] and [`token_cosine`] give, with the residual taken once."""
+    states = drop_rows(working(states), mask)
+    left = composite_norm(residual(states, mask))
     return {
-        "relative_residual": relative_residual(states, mask),
-        "residual_norm": composite_norm(residual(states, mask)),
+        "relative_residual": left / composite_norm(states),
+        "residual_norm": left,
         "token_cosine": token_cosine(states, mask),
     }
 

@@ -1,0 +1,197 @@
+"""Tables to figures; nothing here knows a model."""
+
+import math
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+VARIANTS = {
+    "transformer": ("whole model", "-", "o", "#1b4f72"),
+    "san+skip": ("attention + skips", "--", "s", "#117a65"),
+    "san+mlp": ("attention + MLPs", "-.", "^", "#b9770e"),
+    "san": ("attention alone", ":", "D", "#922b21"),
+}
+PUBLISHED_NAMES = {"bert": "bert-base-cased", "albert": "albert-base-v2", "xlnet": "xlnet-base-cased"}
+PANELS = 24
+
+
+def new_figure(rows: int, columns: int, width: float, height: float, **kwargs) -> tuple["Figure", np.ndarray]:
+    """A figure that no display is needed for, and that no other figure of the process knows of."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
+
+
+def published_residuals(model_type: str, random_init: bool) -> pd.DataFrame:
+    """The published curves of a family, `variant, layer, value`: empty where there are none.
+
+    Read from the vector paths of the figures of Dong, Cordonnier and Loukas (2021). Values at the float32 floor are left
+    out, as they say nothing of a model.
+    """
+    with (files(__package__) / "published" / "residuals.csv").open() as file:
+        table = pd.read_csv(file)
+    family = model_type.removeprefix("rank_")
+    weights = "init" if random_init else "pretrained"
+    return table[(table.model == family) & (table.weights == weights)][["variant", "layer", "value"]]
+
+
+def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
+    """Relative residual by layer and variant, with the published curves of the family where there are some."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(1, 1, 8.0, 5.0)
+    axis: Axes = axes[0, 0]
+    rows = table[(table.question == "collapse") & (table.metric == "relative_residual")]
+    published = published_residuals(facts["model_type"], facts["random_init"])
+    floor = facts["precision_floor"]
+    for variant, (label, line, marker, colour) in VARIANTS.items():
+        layers = rows[rows.variant == variant].groupby("layer").value
+        if not len(layers):
+            continue
+        low, mean, high = (layers.quantile(0.05), layers.mean(), layers.quantile(0.95))
+        axis.plot(mean.index, mean.clip(lower=floor / 4), line, marker=marker, color=colour, label=label, markersize=5)
+        axis.fill_between(mean.index, low.clip(lower=floor / 4), high, color=colour, alpha=0.15, linewidth=0)
+        curve = published[published.variant == variant]
+        if len(curve):
+            axis.plot(
+                curve.layer, curve.value, line, marker=marker, color="0.45", mfc="white", linewidth=0.8, markersize=4
+            )
+    if len(published):
+        name = PUBLISHED_NAMES[facts["model_type"].removeprefix("rank_")]
+        kind = "random weights" if facts["random_init"] else "pretrained"
+        axis.plot([], [], "-", color="0.45", marker="o", mfc="white", linewidth=0.8, markersize=4,
+                  label=f"published: {name}, {kind}\n(hollow, same line styles)")  # fmt: skip
+    bottom = floor / 4
+    axis.axhspan(bottom, 10 * floor, color="0.9", zorder=0)
+    axis.text(0.01, 10 * floor, "within ten times the precision floor: equal for all we can tell", fontsize=8, va="bottom",
+              transform=axis.get_yaxis_transform(), color="0.3")  # fmt: skip
+    axis.set(yscale="log", ylim=(bottom, 2.0), xlabel="layer (0 = embeddings)",
+             ylabel="relative residual (1: nothing shared, 0: all tokens equal)")  # fmt: skip
+    axis.set_title(f"Do tokens stay apart? {facts['title']}", fontsize=11)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
+    axis.legend(
+        fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        title="line: mean, band: 5 to 95 % of texts",
+        title_fontsize=8,
+    )
+    return figure
+
+
+def content_free_share(metric: str, n: float, causal: bool) -> float:
+    """The rank, as a share of n, of a map that looks at no content: all of a row equal, over all tokens or the past."""
+    if not causal or metric == "argmax_coverage":
+        return 1 / n
+    size = round(n)
+    maps = np.tril(np.ones((size, size))) / np.arange(1, size + 1)[:, None]
+    singular = np.linalg.svd(maps, compute_uv=False)
+    if metric == "participation_ratio":
+        return float((singular**2).sum() ** 2 / (singular**4).sum()) / size
+    share = singular / singular.sum()
+    return math.exp(-(share * np.log(share)).sum()) / size
+
+
+ATTENTION_PANELS = {
+    "effective_rank": "effective rank / n\n(directions, weighted by size)",
+    "participation_ratio": "participation ratio / n\n(directions that carry the energy)",
+    "argmax_coverage": "argmax coverage / n\n(tokens that are somebody's first choice)",
+}
+
+
+def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
+    """Heat maps layers x heads of the rank of attention maps as a share of the tokens, with the lines to judge it by."""
+    rows = table[table.question == "attention"]
+    first = "effective_rank" if (rows.metric == "effective_rank").any() else "participation_ratio"
+    tokens = table[table.metric == "tokens"].set_index("example").value
+    n, causal = float(tokens.mean()), facts["causal"]
+    shape = facts["layers"], facts["heads"]
+    width = min(15.0, 5.0 + 0.5 * shape[1])
+    figure, axes = new_figure(1, 2, width, min(9.0, 3.2 + 0.24 * shape[0]))
+    ceiling, law = (0.5, "0.50 n: causal rows that each pick one token of their past at random") if causal else (
+        0.632, "0.63 n: rows that each pick one token at random")  # fmt: skip
+    for axis, metric in zip(axes[0], (first, "argmax_coverage"), strict=True):
+        chosen = rows[rows.metric == metric]
+        share = (
+            (chosen.value / chosen.example.map(tokens).astype(float))
+            .groupby([chosen.layer, chosen["head"]])
+            .mean()
+            .unstack()
+        )
+        image = axis.imshow(
+            share.to_numpy(dtype=float), cmap="viridis", vmin=0, vmax=max(0.7, float(share.max().max())), aspect="auto"
+        )
+        axis.set(xlabel="head", ylabel="layer", xticks=ticks(share.shape[1]), yticks=ticks(share.shape[0]))
+        axis.set_title(ATTENTION_PANELS[metric], fontsize=10)
+        bar = figure.colorbar(image, ax=axis)
+        free = content_free_share(metric, n, causal)
+        for value, name, style in ((ceiling, f"{ceiling:.2f}", "-"), (free, "content-free", "--")):
+            bar.ax.axhline(value, color="white", linewidth=3)
+            bar.ax.axhline(value, color="black", linewidth=1.5, linestyle=style)
+            bar.ax.text(
+                -0.15, value, name, ha="right", va="center", fontsize=7, transform=bar.ax.get_yaxis_transform()
+            )
+    past = "their past" if causal else "all tokens"
+    figure.suptitle(f"How much rank do the attention maps have? {facts['title']}", fontsize=11)
+    figure.supxlabel(
+        f"n = {n:.0f} tokens (mean). Solid line: {law}.\nDashed line: content-free, rows that spread evenly over {past}.",
+        fontsize=8,
+    )
+    return figure
+
+
+def ticks(count: int) -> list[int]:
+    return list(range(0, count, max(1, math.ceil(count / 16))))
+
+
+def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
+    """Cumulated energy of the query-key weights and of the logits on the text, a line a head, a panel a layer."""
+    rows = table[table.metric == "energy_share"]
+    chosen = sorted({round(x) for x in np.linspace(0, facts["layers"] - 1, min(PANELS, facts["layers"]))})
+    wanted = (4, 3, 5, 6) if len(chosen) <= 12 else (6, 5, 4)
+    columns = next((count for count in wanted if len(chosen) % count == 0), min(len(chosen), 4))
+    lines = math.ceil(len(chosen) / columns)
+    figure, axes = new_figure(
+        lines, columns, max(6.5, 2.6 * columns + 0.8), 2.1 * lines + 1.3, sharex=True, sharey=True
+    )
+    styles = {
+        "weights": ("--", "#922b21", "weights W_Q W_K^T"),
+        "logits": ("-", "#1b4f72", "row-centred logits on this text"),
+    }
+    for axis in axes.flat[len(chosen) :]:
+        axis.set_visible(False)
+    for axis, layer in zip(axes.flat, chosen, strict=False):
+        for question, (line, colour, label) in styles.items():
+            of_layer = rows[(rows.question == question) & (rows.layer == layer)]
+            if not len(of_layer):
+                continue
+            shares = of_layer.pivot_table(index="component", columns="head", values="value").cumsum()
+            shares.index = shares.index.astype(int) + 1
+            axis.plot(shares.index, shares.to_numpy(), line, color=colour, alpha=0.25, linewidth=0.7)
+            axis.plot(
+                shares.index, shares.median(axis=1), line, color=colour, linewidth=2, label=f"{label}, median head"
+            )
+        axis.axhline(0.9, color="0.4", linewidth=0.8)
+        axis.set_title(f"layer {layer}", fontsize=9)
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
+    figure.suptitle(f"How much query-key rank is used? {facts['title']}", fontsize=11)
+    figure.supxlabel("components kept (thin lines: single heads; grey line: 90 %)", fontsize=9)
+    figure.supylabel("share of energy kept", fontsize=9)
+    return figure
+
+
+FIGURES = {"residuals": residual_figure, "attention_rank": attention_figure, "query_key_spectra": spectra_figure}
