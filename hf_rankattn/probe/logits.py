@@ -43,9 +43,9 @@ class LayerLogits:
         self.rows: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        spectrum = factor_spectrum(query.detach(), key.detach(), center_rows=True, mask=self.mask)
-        if not bool(torch.isfinite(spectrum).all()):
+        if not bool(torch.isfinite(query).all() & torch.isfinite(key).all()):
             raise ValueError(f"the logits of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
+        spectrum = factor_spectrum(query.detach(), key.detach(), center_rows=True, mask=self.mask)
         lengths = (
             torch.full((len(query), 1), query.shape[-2]) if self.mask is None else self.mask.bool().sum(-1)[:, None]
         )
@@ -85,7 +85,7 @@ def measure_logits(
     Softmax ignores what is constant along a row, so the keys are centred over the tokens of their text. Queries and keys
     are taken where they meet, after biases, norms and rotary positions; masks are left aside. Of XLNet's logits it is
     the content term, without that of the relative positions. Besides the rank metrics there are `rank_limit`, which the
-    geometry allows, and `logit_std`, the root mean square of the row-centred logits: near 0 for maps that look at no
+    geometry allows (for latent attention `min(qk_nope_head_dim, kv_lora_rank, q_lora_rank) + qk_rope_head_dim`), and `logit_std`, the root mean square of the row-centred logits: near 0 for maps that look at no
     content, above `sqrt(2 ln n)` for maps that are nearly hard.
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
@@ -103,7 +103,7 @@ def measure_logits(
         for layer, (spectrum, spread, width) in enumerate(record.rows):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread
-            metrics["rank_limit"] = torch.full_like(spread, rank_limit(model.config, width))
+            metrics["rank_limit"] = torch.full_like(spread, rank_limit(model.config, width, rotated=True))
             examples, heads = spread.shape
             index = pd.MultiIndex.from_product(
                 [range(offset, offset + examples), range(heads)], names=["example", "head"]

@@ -15,12 +15,17 @@ from .architectures import family_of, layers_of, submodule
 from .batches import plain
 
 
-def rank_limit(config, width: int) -> int:
-    """The largest rank that the bilinear form of a head with queries of this width can have."""
+def rank_limit(config, width: int, rotated: bool = False) -> int:
+    """The largest rank that a head with queries of this width can have, in its weights or, `rotated`, in its logits.
+
+    The latent of DeepSeek's queries bounds the form of a head at any one distance of two tokens. Over all distances the
+    rotary part is turned after the latent, fills its own width, and only the rest is bounded.
+    """
     limit = min(config.hidden_size, width)
     if getattr(config, "kv_lora_rank", None):
-        limit = min(limit, min(config.qk_nope_head_dim, config.kv_lora_rank) + config.qk_rope_head_dim)
-        limit = min(limit, config.q_lora_rank or limit)
+        nope, rope, latent = config.qk_nope_head_dim, config.qk_rope_head_dim, config.q_lora_rank or width
+        content = min(nope, config.kv_lora_rank)
+        limit = min(limit, min(content, latent) + rope if rotated else min(content + rope, latent))
     return limit
 
 
