@@ -137,7 +137,7 @@ def measure(
 ) -> None:
     """Measure a checkpoint: do tokens stay apart, how much rank has attention, how much query-key rank is used."""
     from .folders import check_replaceable
-    from .processes import join_processes
+    from .processes import join_processes, leave_processes
     from .report.summary import findings
     from .survey import measure_checkpoint, write_survey
 
@@ -151,6 +151,7 @@ def measure(
             seed=seed, revision=revision, device_map=device_map, offload_folder=offload_folder,
             start_progress=start_progress if first else lambda total: lambda: None,
         )  # fmt: skip
+    leave_processes()
     if not first:
         return
     files = write_survey(table, facts, out, overwrite)

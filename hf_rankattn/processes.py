@@ -20,3 +20,12 @@ def join_processes(expected: int | None = None) -> bool:
     from accelerate import PartialState
 
     return PartialState().is_main_process
+
+
+def leave_processes() -> None:
+    """Wait for the others and take the group down: who leaves first would break the connection of who is last."""
+    import torch.distributed
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """All of `rankattn measure`: load a checkpoint, feed it, measure it, and write one table and its figures."""
 
+import inspect
 import json
 import platform
 import time
@@ -64,6 +65,10 @@ def load_checkpoint(
         torch.manual_seed(seed)
         model = AutoModel.from_config(config, dtype=DTYPES[dtype])
     else:
+        # a pooler is not measured, and where a checkpoint has none its random weights cannot be offloaded
+        classes = AutoModel._model_mapping[type(config)].__mro__
+        if any("add_pooling_layer" in inspect.signature(base.__init__).parameters for base in classes):
+            options["add_pooling_layer"] = False
         model = load_weights(
             name, dtype=DTYPES[dtype], device_map=device_map, offload_folder=offload_folder, **options
         )
@@ -88,7 +93,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         ) from error
     finally:
         logging.set_verbosity(verbosity)
-    if missing := sorted(key for key in info["missing_keys"] if "pooler" not in key):
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{len(missing)} weights of {name} are missing, {missing[0]} for one: they would be random, and so would be "
             "what is measured. For fresh weights throughout, ask for --random-init."
@@ -185,7 +190,26 @@ def text_batches(
     options["padding"] = tokenizer.pad_token is not None
     if tokenizer.pad_token is None:
         batch_size = 1
-    return [dict(tokenizer(kept[start : start + batch_size], **options)) for start in range(0, len(kept), batch_size)]
+    starts = range(0, len(kept), batch_size)
+    batches = [dict(tokenizer(kept[start : start + batch_size], **options)) for start in starts]
+    check_tokens(tokenizer, batches, config)
+    return batches
+
+
+def check_tokens(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Batch], config) -> None:
+    """Refuse the tokenizer of another model, and the empty one that transformers makes where a checkpoint has none."""
+    ids = torch.cat([batch["input_ids"][batch["attention_mask"].bool()] for batch in batches])
+    if int(ids.max()) >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer is not that of the model: it gives the id {int(ids.max())}, and the model has ids up to "
+            f"{config.vocab_size - 1}."
+        )
+    unknown = float(torch.isin(ids, torch.tensor(tokenizer.all_special_ids)).float().mean())
+    if unknown > 0.5 and len(ids) > 16 * len(batches):
+        raise ValueError(
+            f"the tokenizer knows next to nothing of the text ({unknown:.0%} unknown): either the checkpoint has no "
+            "tokenizer, or the text is in another script. Put its tokenizer there, or use --random-inputs."
+        )
 
 
 def random_batches(config, examples: int, length: int, batch_size: int, seed: int) -> list[Batch]:

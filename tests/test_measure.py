@@ -20,6 +20,7 @@ from hf_rankattn.measure import (
     spectral_metrics,
     token_cosine,
 )
+from hf_rankattn.measure.spectrum import spectrum_metrics
 
 
 def states_of(max_tokens=6, max_width=5):
@@ -223,6 +224,23 @@ class TestSpectrum:
         share = spectral_metrics(sharp, rtol=256 * 1.2e-7)["numerical_rank"].mean().item() / 256
         assert 0.60 < share < 0.665
 
+    def test_why_spectra_are_not_taken_from_gram_matrices(self):
+        """A float32 Gram matrix is fine for the effective rank, and counts noise as rank at the default tolerance."""
+        logits = 30 * torch.randn(8, 128, 64) @ torch.randn(8, 64, 128) / 8
+        maps = torch.softmax(logits, -1)
+        default = 128 * torch.finfo(torch.float32).eps
+
+        def from_gram(x):
+            return torch.linalg.eigvalsh(x @ x.transpose(1, 2)).clamp(min=0).sqrt().flip(-1)
+
+        gram, exact, oracle = from_gram(maps), torch.linalg.svdvals(maps), from_gram(maps.double())
+        counts = [spectrum_metrics(x, rtol=default)["numerical_rank"].mean() for x in (gram, exact, oracle.float())]
+        assert 5 < counts[0] - counts[1] < 25 and abs(counts[2] - counts[1]) < 0.5
+        coarse = [spectrum_metrics(x)["numerical_rank"].mean() for x in (gram, exact)]
+        assert abs(coarse[0] - coarse[1]) <= 0.3
+        ranks = [spectrum_metrics(x)["effective_rank"].mean() for x in (gram, exact)]
+        assert ranks[0].item() == pytest.approx(ranks[1].item(), rel=3e-3)
+
     def test_content_free_maps(self):
         causal = torch.tril(torch.ones(128, 128, dtype=torch.float64)) / torch.arange(1, 129)[:, None]
         metrics = spectral_metrics(causal)
@@ -236,6 +254,8 @@ class TestSpectrum:
         metrics = {name: value.mean().item() / 512 for name, value in spectral_metrics(maps).items()}
         assert metrics["participation_ratio"] == pytest.approx(0.500, abs=0.015)
         assert metrics["effective_rank"] == pytest.approx(0.6165, abs=0.012)
+        energies = torch.linalg.svdvals(maps).square()  # the other effective rank in use, that of squares
+        assert spectrum_metrics(energies)["effective_rank"].mean().item() / 512 == pytest.approx(0.5645, abs=0.013)
 
     def test_nonsense_is_refused(self):
         maps = torch.softmax(torch.randn(2, 4, 5, 5), -1)

@@ -195,6 +195,35 @@ class TestTheExponent:
         with ablate(model, mlp=True, norm=True):
             assert slope(lambda x: layer(self.enter(model, x))) == pytest.approx(1, abs=0.02)
 
+    def test_a_causal_mask_makes_it_linear(self):
+        model = self.bert(is_decoder=True)
+        layer = model.encoder.layer[0]
+        for weight in layer.parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+        mask = torch.full((20, 20), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        with ablate(model, attention_skip=True, mlp=True, norm=True):
+            assert slope(lambda x: layer(self.enter(model, x), attention_mask=mask)) == pytest.approx(1, abs=0.02)
+
+    @pytest.mark.parametrize("positions, expected, tolerance", [(True, 1, 0.05), (False, 3, 0.02)])
+    def test_relative_positions_make_it_linear(self, positions, expected, tolerance):
+        config = XLNET.stock("Config")(d_model=64, n_head=4, n_layer=1, d_inner=64, vocab_size=10)
+        model = XLNET.stock("Model")(config).double().eval()
+        for weight in model.layer[0].parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+        attention = model.layer[0].rel_attn
+        with torch.no_grad():
+            if not positions:
+                attention.r.zero_()
+            distances = model.relative_positional_encoding(20, 20, bsz=1).double()
+
+        def layer(states):
+            self.enter(model, states)
+            output = model.layer[0](states.transpose(0, 1), None, None, None, r=distances, seg_mat=None)
+            return output[0].transpose(0, 1)
+
+        with ablate(model, attention_skip=True, mlp=True, norm=True):
+            assert slope(layer) == pytest.approx(expected, abs=tolerance)
+
     @staticmethod
     def enter(model, states):
         """The layer is called without its model, so the count of layers is started by hand."""

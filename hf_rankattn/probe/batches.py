@@ -113,8 +113,6 @@ def over_processes(
     Batches go round, and what comes out of a batch does not depend on who measured it, so the table is the same for any
     number of processes, to the last bit.
     """
-    from accelerate.utils import gather_object
-
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     world = torch.distributed.get_world_size() if distributed else 1
@@ -124,7 +122,10 @@ def over_processes(
             own.append((number, measure(batch).assign(example=lambda table, offset=offset: table.example + offset)))
         offset += len(next(iter(batch.values())))
         done()
-    tables = sorted(gather_object(own) if distributed else own, key=lambda entry: entry[0])
+    gathered: list[list[tuple[int, pd.DataFrame]]] = [own] * world
+    if distributed:
+        torch.distributed.all_gather_object(gathered, own)
+    tables = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
     if not tables:
         raise ValueError("there is no batch to measure.")
     return pd.concat([table for _, table in tables], ignore_index=True)

@@ -51,7 +51,10 @@ def collapse_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findin
         course = f"{number(values.iloc[0])} at the input, {number(values.iloc[-1])} after layer {last}"
         if rate.used <= last:
             answer = f"no: {number(values.iloc[0])} at the input, equal within precision from layer {rate.used} on"
-            answer += f" ({KINDS[rate.kind]})" if rate.kind != "none" else ""
+            if rate.at_least and rate.kind != "doubly_exponential":
+                answer += " (too fast to tell the rate in this precision)"
+            elif rate.kind != "none":
+                answer += f" ({KINDS[rate.kind]})"
         elif values.iloc[-1] < 0.1:
             answer = f"hardly: {course} ({KINDS[rate.kind]})"
         else:

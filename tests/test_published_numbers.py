@@ -1,0 +1,141 @@
+"""Numbers of the papers at the sizes of the papers, and of real trained weights."""
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    XLNetConfig,
+    XLNetModel,
+)
+
+from hf_rankattn import ablate, measure_attention, measure_collapse, package_text, relative_residual
+from hf_rankattn.probe.architectures import layers_of
+
+
+ALBERT_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 12}
+XLNET_BASE = {"d_model": 768, "n_head": 12, "d_inner": 3072, "n_layer": 12}
+
+
+def curves(model, batch, variants):
+    table = measure_collapse(model.eval(), batch, variants)
+    rows = table[table.metric == "relative_residual"]
+    return {variant: rows[rows.variant == variant].groupby("layer").value.mean().tolist() for variant in variants}
+
+
+def random_ids(vocabulary=30000, examples=2):
+    return {"input_ids": torch.randint(vocabulary, (examples, 128), generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.mark.slow
+class TestBaseShapes:
+    def test_bert(self):
+        seen = curves(BertModel(BertConfig()), random_ids(), ["san", "san+mlp", "san+skip", "transformer"])
+        for variant in ("san", "san+mlp"):
+            curve = seen[variant]
+            assert 0.53 < curve[0] < 0.65 and 0.012 < curve[1] < 0.023 and curve[2] < 3e-6
+            assert all(1e-7 < value < 4e-7 for value in curve[3:])
+        assert all(0.30 < seen[variant][12] < 0.50 for variant in ("san+skip", "transformer"))
+
+    def test_bert_in_float64(self):
+        curve = curves(BertModel(BertConfig(num_hidden_layers=3)).double(), random_ids(), ["san"])["san"]
+        assert 1e-7 < curve[2] < 2e-6 and curve[3] < 1e-14
+
+    def test_albert(self):
+        model = AlbertModel(AlbertConfig(**ALBERT_BASE)).double()
+        seen = curves(model, random_ids(), ["san", "san+skip"])
+        assert 5e-11 < seen["san"][2] < 1e-9
+        assert 0.04 < seen["san+skip"][12] < 0.12
+        with ablate(model, mlp="identity_trick"):
+            assert 0.20 < curves(model, random_ids(), ["transformer"])["transformer"][12] < 0.30
+
+    def test_xlnet(self):
+        model = XLNetModel(XLNetConfig(**XLNET_BASE)).double()
+        seen = curves(model, random_ids(examples=1), ["san", "san+skip"])
+        steps = [after / before for before, after in zip(seen["san"][1:10], seen["san"][2:11], strict=True)]
+        assert all(1 / 40 < step < 1 / 12 for step in steps), steps
+        assert seen["san+skip"][12] > 0.90
+
+    def test_products_of_attention_maps_along_random_paths(self):
+        """Residuals of chained maps, later layers on the left, fall by about 1/57 a factor at initialisation."""
+        torch.manual_seed(0)
+        model = BertModel(BertConfig(attn_implementation="eager")).eval()
+        with torch.no_grad():
+            maps = torch.stack(model(**random_ids(examples=4), output_attentions=True).attentions)
+        draw = torch.Generator().manual_seed(0)
+        for length, expected in ((1, 0.153), (2, 2.6e-3), (3, 4.6e-5)):
+            residuals = []
+            for _ in range(100):
+                layers = torch.randperm(12, generator=draw)[:length].sort().values
+                heads = torch.randint(12, (length,), generator=draw)
+                example = int(torch.randint(4, (1,), generator=draw))
+                product = torch.eye(128)
+                for layer, head in zip(layers, heads, strict=True):
+                    product = maps[layer, example, head] @ product
+                residuals.append(relative_residual(product))
+            assert 0.5 < torch.stack(residuals).median().item() / expected < 2
+
+
+@pytest.fixture(scope="module")
+def batch(minilm):
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    return dict(tokenizer(package_text()[:4], truncation=True, max_length=128, return_tensors="pt"))
+
+
+class TestRealWeights:
+    def test_attention_alone_collapses_and_skips_stop_it(self, minilm):
+        tokenizer = AutoTokenizer.from_pretrained(minilm)
+        batch = tokenizer(package_text()[:32], truncation=True, max_length=128, return_tensors="pt")
+        seen = curves(BertModel.from_pretrained(minilm), batch, ["san", "san+mlp", "san+skip", "transformer"])
+        assert 0.98 < seen["san"][0] < 1.0
+        assert seen["san"][5] < 4e-6 and seen["san+mlp"][6] < 4e-6  # ten to twenty times the float32 floor
+        assert min(seen["san+skip"]) > 0.8 and min(seen["transformer"]) > 0.6
+
+    def test_residuals_do_not_depend_on_the_kernel_and_hardly_on_half_precision(self, minilm, batch):
+        model = BertModel.from_pretrained(minilm, attn_implementation="eager")
+        variants = ["san", "transformer"]
+        eager = curves(model, batch, variants)
+        model.set_attn_implementation("sdpa")
+        sdpa = curves(model, batch, variants)
+        half = curves(model.bfloat16(), batch, variants)
+        for variant, tolerance in (("transformer", 1e-5), ("san", 1e-4)):
+            for layer, value in enumerate(eager[variant]):
+                assert sdpa[variant][layer] == pytest.approx(value, rel=tolerance, abs=1e-6)
+        # bfloat16 has three digits: a hundredth on what is large, and a floor near 2e-3 for equal tokens
+        for layer, value in enumerate(eager["transformer"]):
+            assert half["transformer"][layer] == pytest.approx(value, abs=0.02)
+        assert half["san"][6] < 0.01
+
+    def test_the_maps_of_a_padded_batch_are_those_of_its_texts(self, minilm):
+        model, tokenizer = BertModel.from_pretrained(minilm), AutoTokenizer.from_pretrained(minilm)
+        texts = [package_text()[0], "A short one, at last."]
+        together = measure_attention(model, tokenizer(texts, padding=True, return_tensors="pt"), "full")
+        alone = measure_attention(model, tokenizer(texts[1], return_tensors="pt"), "full")
+        merged = together[together.example == 1].merge(alone, on=["layer", "head", "metric"])
+        assert len(merged) == 6 * 12 * 7
+        assert (merged.value_x - merged.value_y).abs().max() < 5e-5
+
+    def test_hooks_fire_once_a_layer_also_where_layers_are_shared(self):
+        albert = AlbertModel(AlbertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=32, num_hidden_layers=5, vocab_size=50, embedding_size=8)).eval()  # fmt: skip
+        assert len(layers_of(albert)) == 5 and len(set(map(id, layers_of(albert)))) == 1
+        table = measure_collapse(albert, {"input_ids": torch.arange(12)[None]}, ["san"])
+        assert set(table.layer) == set(range(6))
+
+    def test_xlnet_with_two_streams(self):
+        config = XLNetConfig(d_model=32, n_head=4, d_inner=32, n_layer=2, vocab_size=50)
+        model = XLNetModel(config).eval()
+        ids = torch.arange(5, 14)[None]
+        mapping = torch.zeros(1, 2, 9)
+        mapping[0, 0, 7] = mapping[0, 1, 8] = 1
+        batch = {"input_ids": ids, "perm_mask": torch.zeros(1, 9, 9), "target_mapping": mapping}
+        with torch.no_grad():
+            states = model(**batch, output_hidden_states=True).hidden_states
+        assert len(states) == 2 * (config.n_layer + 1)
+        table = measure_collapse(model, batch, ["transformer"])
+        for layer in range(3):
+            expected = relative_residual(states[2 * layer])[0].item()
+            rows = table[(table.layer == layer) & (table.metric == "relative_residual")]
+            assert rows.value.item() == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,341 @@
+"""`rankattn measure` from end to end: a folder in, a table, figures and plain answers out, and every way it can fail."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    ViTConfig,
+    ViTModel,
+)
+from typer.testing import CliRunner
+
+from hf_rankattn import RankEncoderConfig, RankEncoderModel, cli, measure_collapse, package_text
+from hf_rankattn.report.plots import FIGURES, content_free_share, published_residuals
+from hf_rankattn.report.summary import findings
+from hf_rankattn.survey import (
+    load_checkpoint,
+    load_tokenizer,
+    measure_checkpoint,
+    random_batches,
+    read_texts,
+    survey,
+    text_batches,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, minilm):
+    """A tiny BERT with a real tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-bert"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    BertForMaskedLM(BertConfig(**sizes)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["measure", *map(str, arguments)])
+
+
+def refused(*arguments):
+    result = run(*arguments)
+    assert isinstance(result.exception, ValueError), result.output
+    return str(result.exception)
+
+
+QUICK = ("--examples", "3", "--length", "24", "--batch-size", "2")
+
+
+class TestCommand:
+    def test_a_table_figures_and_answers(self, checkpoint, tmp_path):
+        result = run(checkpoint, "--out", tmp_path / "out", *QUICK)
+        assert result.exit_code == 0, result.output
+        assert "attention alone" in " ".join(result.output.split())
+        written = {path.name for path in (tmp_path / "out").iterdir()}
+        assert written == {"table.parquet", *(f"{name}.png" for name in FIGURES)}
+        table = pd.read_parquet(tmp_path / "out" / "table.parquet")
+        assert list(table.columns) == [
+            "model", "question", "variant", "layer", "head", "example", "component", "metric", "value",
+        ]  # fmt: skip
+        assert set(table.question) == {"inputs", "collapse", "attention", "logits", "weights"}
+        assert set(table.variant.dropna()) == {"san", "san+mlp", "san+skip", "transformer"}
+        facts = json.loads(pq.read_schema(tmp_path / "out" / "table.parquet").metadata[b"hf_rankattn"])
+        assert facts["layers"] == 3 and facts["examples"] == 3 and facts["versions"]["torch"]
+        assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+    def test_json_and_the_numbers_of_the_functions(self, checkpoint, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("\n\n".join(package_text()[5:8]))
+        result = run(checkpoint, "--out", tmp_path / "out", "--text", text, "--json", *QUICK)
+        report = json.loads(result.stdout)
+        assert {"question", "answer", "compare"} == set(report["findings"][0])
+        table = pd.read_parquet(tmp_path / "out" / "table.parquet")
+        model, tokenizer = AutoModel.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+        batch = tokenizer(package_text()[5:8], truncation=True, max_length=24, return_tensors="pt")
+        expected = measure_collapse(model, batch, ["san"])
+        chosen = table[(table.question == "collapse") & (table.variant == "san")]
+        merged = chosen.merge(expected, on=["layer", "example", "metric"])
+        assert len(merged) == len(expected)
+        assert (merged.value_x - merged.value_y).abs().max() < 1e-5
+
+    @pytest.mark.parametrize("metrics, named", [("cheap", "participation ratio"), ("full", "effective rank")])
+    def test_choices(self, checkpoint, tmp_path, metrics, named):
+        options = ["--metrics", metrics, "--variants", "san, transformer", "--dtype", "float64", "--random-init"]
+        result = run(checkpoint, "--out", tmp_path / "out", *options, *QUICK, "--json")
+        report = json.loads(result.stdout)
+        assert report["facts"]["dtype"] == "float64" and report["facts"]["random_init"]
+        assert any(named in finding["answer"] for finding in report["findings"])
+        table = pd.read_parquet(tmp_path / "out" / "table.parquet")
+        assert set(table.variant.dropna()) == {"san", "transformer"}
+        assert ("effective_rank" in set(table[table.question == "attention"].metric)) == (metrics == "full")
+
+    def test_a_dataset_folder(self, checkpoint, tmp_path):
+        folder = tmp_path / "data"
+        folder.mkdir()
+        rows = [{"text": paragraph, "label": 0} for paragraph in ["", *package_text()[:4]]]
+        (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        result = run(checkpoint, "--out", tmp_path / "out", "--dataset", folder, "--json", *QUICK)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["facts"]["examples"] == 3
+        assert "no text column 'label'" in refused(
+            checkpoint, "--out", tmp_path / "x", "--dataset", folder, "--column", "label"
+        )
+        assert "cannot be loaded" in refused(checkpoint, "--out", tmp_path / "x", "--dataset", tmp_path / "nowhere")
+
+    def test_the_same_bytes_for_the_same_seed(self, checkpoint, tmp_path):
+        for name in ("a", "b"):
+            run(checkpoint, "--out", tmp_path / name, "--random-init", "--random-inputs", "--seed", "3", *QUICK)
+        a, b = (pd.read_parquet(tmp_path / name / "table.parquet") for name in ("a", "b"))
+        pd.testing.assert_frame_equal(a, b, check_exact=True)
+
+    def test_an_existing_folder(self, checkpoint, tmp_path):
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / "thesis.tex").write_text("years of work")
+        assert "exists already" in refused(checkpoint, "--out", out, *QUICK)
+        assert "does not hold measurements" in refused(checkpoint, "--out", out, "--overwrite", *QUICK)
+        assert (out / "thesis.tex").read_text() == "years of work"
+        good = tmp_path / "good"
+        assert run(checkpoint, "--out", good, *QUICK).exit_code == 0
+        assert "exists already" in refused(checkpoint, "--out", good, *QUICK)
+        assert run(checkpoint, "--out", good, "--overwrite", *QUICK).exit_code == 0
+
+    def test_a_failure_leaves_nothing_behind(self, checkpoint, tmp_path, monkeypatch):
+        monkeypatch.setitem(FIGURES, "residuals", lambda table, facts: 1 / 0)
+        assert isinstance(run(checkpoint, "--out", tmp_path / "out", *QUICK).exception, ZeroDivisionError)
+        assert not list(tmp_path.iterdir())
+
+    def test_two_processes_give_the_table_of_one(self, checkpoint, tmp_path):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        options = [str(checkpoint), "--metrics", "cheap", "--examples", "5", "--length", "24", "--batch-size", "2"]
+        environment = {**__import__("os").environ, "OMP_NUM_THREADS": "1"}
+        for name, command, count in (("one", [sys.executable], "1"), ("two", torchrun, "2")):
+            full = [
+                *command,
+                "-m",
+                "hf_rankattn",
+                "measure",
+                *options,
+                "--out",
+                str(tmp_path / name),
+                "--processes",
+                count,
+            ]
+            result = subprocess.run(full, capture_output=True, text=True, timeout=300, env=environment)
+            assert result.returncode == 0, result.stderr
+        one, two = (pd.read_parquet(tmp_path / name / "table.parquet") for name in ("one", "two"))
+        pd.testing.assert_frame_equal(one, two, check_exact=True)
+
+    def test_a_promise_of_processes_is_checked(self, checkpoint, tmp_path):
+        assert "2 processes were promised and 1 are running" in refused(
+            checkpoint, "--out", tmp_path / "out", "--processes", "2"
+        )
+
+
+class TestOtherInputs:
+    def test_images_points_and_decoders(self, tmp_path, minilm):
+        vit = ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            image_size=32,
+            patch_size=8,
+        )
+        ViTModel(vit).save_pretrained(tmp_path / "vit")
+        RankEncoderModel(RankEncoderConfig(input_dim=8, num_hidden_layers=2)).save_pretrained(tmp_path / "points")
+        gpt2 = GPT2Config(vocab_size=30522, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+        GPT2Model(gpt2).save_pretrained(tmp_path / "gpt2")
+        AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "gpt2")
+        for name in ("vit", "points"):
+            message = refused(tmp_path / name, "--out", tmp_path / "x", *QUICK)
+            assert "not text: use --random-inputs" in message
+            result = run(tmp_path / name, "--out", tmp_path / f"{name}-out", "--random-inputs", *QUICK)
+            assert result.exit_code == 0, result.exception
+        table, facts = measure_checkpoint(str(tmp_path / "gpt2"), examples=3, length=24, batch_size=2)
+        assert facts["causal"] and set(table.variant.dropna()) == {"san+skip", "transformer"}
+        answers = " ".join(entry.compare for entry in findings(table, facts))
+        assert "of their past at random: 12" in answers  # (n + 1) / 2 of 24
+        with pytest.raises(ValueError, match="`attention_skip` cannot be removed from GPT-2"):
+            measure_checkpoint(str(tmp_path / "gpt2"), variants=["san"], examples=2, length=24)
+
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    def test_rank_models_with_a_task_head(self, family, tmp_path):
+        head = "LMHeadModel" if family.name == "XLNet" else "ForMaskedLM"
+        family.rank(head)(family.rank_config(qk_rank=3)).save_pretrained(tmp_path / "rank")
+        table, facts = measure_checkpoint(str(tmp_path / "rank"), random_inputs=True, examples=2, length=12)
+        limits = table[(table.question == "logits") & (table.metric == "rank_limit")].value
+        assert facts["model_type"] == f"rank_{family.name.lower()}" and set(limits) == {3.0}
+
+    def test_unequal_texts_are_padded_and_measured_as_if_alone(self, checkpoint):
+        model, tokenizer = load_checkpoint(str(checkpoint)), load_tokenizer(str(checkpoint))
+        texts = ["two words", package_text()[0]]
+        together = survey(model, text_batches(tokenizer, texts, model.config, length=32, batch_size=2))
+        alone = survey(model, text_batches(tokenizer, texts[:1], model.config, length=32))
+        keys = ["question", "variant", "layer", "head", "example", "component", "metric"]
+        both = together[together.example == 0].merge(alone[alone.example.notna()], on=keys)
+        assert len(both) > 200
+        assert ((both.value_x - both.value_y).abs() / both.value_y.abs().clip(lower=1)).max() < 1e-5
+
+
+class TestRefusals:
+    def test_texts(self, checkpoint, tmp_path):
+        empty = tmp_path / "empty.txt"
+        empty.write_text(" \n\n \n")
+        assert "there is no text in empty.txt" in refused(checkpoint, "--out", tmp_path / "x", "--text", empty)
+        assert "cannot be read as UTF-8" in refused(checkpoint, "--out", tmp_path / "x", "--text", tmp_path / "no.txt")
+        assert "not both" in refused(checkpoint, "--out", tmp_path / "x", "--text", empty, "--dataset", "imdb")
+        assert "not several" in refused(checkpoint, "--out", tmp_path / "x", "--text", empty, "--random-inputs")
+        assert "more than the 512 positions" in refused(checkpoint, "--out", tmp_path / "x", "--length", 1000)
+        assert "unknown variants ['sam']" in refused(checkpoint, "--out", tmp_path / "x", "--variants", "sam")
+        assert run(checkpoint, "--out", tmp_path / "x", "--metrics", "dear").exit_code == 2
+        with pytest.raises(ValueError, match="at least one example"):
+            read_texts(examples=0)
+
+    def test_single_tokens(self, minilm):
+        tokenizer = load_tokenizer(minilm)
+        tokenizer.add_special_tokens({"cls_token": "[CLS]"})
+        tokenizer._tokenizer.post_processor = None
+        with pytest.raises(ValueError, match="no text has two tokens"):
+            text_batches(tokenizer, ["word", "bread"], BertConfig())
+
+    def test_a_pickle_is_never_opened(self, checkpoint, tmp_path):
+        class Trap:
+            def __reduce__(self):
+                return open, (str(tmp_path / "sprung"), "w")
+
+        folder = tmp_path / "pickled"
+        folder.mkdir()
+        (folder / "config.json").write_text((checkpoint / "config.json").read_text())
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+        assert "a pickle, which can run code" in refused(folder, "--out", tmp_path / "x")
+        (folder / "model.safetensors").write_bytes(pickle.dumps(Trap()))
+        assert "not safetensors, or are cut short" in refused(folder, "--out", tmp_path / "x")
+        assert not (tmp_path / "sprung").exists() and not (tmp_path / "x").exists()
+
+    def test_code_of_the_checkpoint_is_never_run(self, tmp_path):
+        folder = tmp_path / "foreign"
+        folder.mkdir()
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
+        )
+        (folder / "evil.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+        assert "cannot be read as a checkpoint" in refused(folder, "--out", tmp_path / "x")
+        assert not (tmp_path / "sprung").exists()
+
+    def test_checkpoints_that_are_not_what_they_say(self, checkpoint, tmp_path):
+        assert "cannot be read as a checkpoint" in refused(tmp_path / "nothing-here", "--out", tmp_path / "x")
+        (tmp_path / "t5").mkdir()
+        (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+        assert "no row for model type 't5'" in refused(tmp_path / "t5", "--out", tmp_path / "x")
+        half = BertModel.from_pretrained(checkpoint)
+        weights = {name: value for name, value in half.state_dict().items() if "layer.1" not in name}
+        half.save_pretrained(tmp_path / "half", state_dict=weights)
+        assert "are missing" in refused(tmp_path / "half", "--out", tmp_path / "x")
+        BertModel.from_pretrained(checkpoint).save_pretrained(tmp_path / "mute")
+        assert "knows next to nothing of the text" in refused(tmp_path / "mute", "--out", tmp_path / "x")
+        GPT2Model(
+            GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0)
+        ).save_pretrained(tmp_path / "other")
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "other")
+        assert "is not that of the model" in refused(tmp_path / "other", "--out", tmp_path / "x")
+        spoilt = BertModel.from_pretrained(checkpoint)
+        with torch.no_grad():
+            spoilt.encoder.layer[0].output.dense.weight[0] = torch.nan
+        spoilt.save_pretrained(tmp_path / "spoilt")
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "spoilt")
+        assert "NaN or Inf" in refused(tmp_path / "spoilt", "--out", tmp_path / "x", *QUICK)
+        assert not (tmp_path / "x").exists()
+
+
+class TestBigModels:
+    def test_offloaded_weights_give_the_numbers_of_present_ones(self, checkpoint, tmp_path):
+        """Layers on disk, as `device_map="auto"` leaves those that fit no device."""
+        parts = {"embeddings": "cpu", "encoder.layer.0": "cpu", "encoder.layer.1": "disk", "encoder.layer.2": "disk"}
+        offloaded = load_checkpoint(str(checkpoint), device_map=parts, offload_folder=str(tmp_path / "offload"))
+        assert offloaded.encoder.layer[2].attention.self.query.weight.device.type == "meta"
+        batches = random_batches(offloaded.config, 3, 16, 2, seed=0)
+        present = survey(load_checkpoint(str(checkpoint)), batches)
+        seen = survey(offloaded, batches)
+        pd.testing.assert_frame_equal(present, seen, check_exact=False, rtol=1e-5, atol=1e-6)
+        everything = load_checkpoint(str(checkpoint), device_map={"": "disk"}, offload_folder=str(tmp_path / "all"))
+        pd.testing.assert_frame_equal(seen, survey(everything, batches), check_exact=False, rtol=1e-5, atol=1e-6)
+
+    def test_shared_layers_of_albert_on_disk(self, tmp_path):
+        ALBERT.stock("Model")(ALBERT.stock_config()).save_pretrained(tmp_path / "albert")
+        offloaded = load_checkpoint(
+            str(tmp_path / "albert"), device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
+        )
+        batches = random_batches(offloaded.config, 2, 8, 2, seed=0)
+        present = survey(load_checkpoint(str(tmp_path / "albert")), batches)
+        pd.testing.assert_frame_equal(present, survey(offloaded, batches), check_exact=False, rtol=1e-5, atol=1e-6)
+
+    def test_a_quantised_model_keeps_its_residuals_and_has_no_spectra(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        batch = {"input_ids": torch.randint(5, 40, (2, 12))}
+        before = measure_collapse(model, batch, ["transformer"])
+        quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+        after = measure_collapse(quantised, batch, ["transformer"])
+        assert (before.value - after.value).abs().max() < 0.1
+        from hf_rankattn import measure_weights
+
+        with pytest.raises(ValueError, match="are quantised, and packed integers have no spectrum"):
+            measure_weights(quantised)
+
+
+class TestReport:
+    def test_all_published_curves_are_there(self):
+        for family in ("bert", "albert", "xlnet", "rank_bert"):
+            for random_init in (False, True):
+                assert set(published_residuals(family, random_init).variant) == {
+                    "san", "san+mlp", "san+skip", "transformer",
+                }  # fmt: skip
+        assert published_residuals("gpt2", False).empty
+        bert = published_residuals("bert", True).set_index(["variant", "layer"]).value
+        assert bert["san", 1] == 0.0176 and bert["transformer", 12] == 0.3453
+
+    def test_the_map_that_looks_at_nothing(self):
+        assert content_free_share("effective_rank", 128, causal=False) == 1 / 128
+        assert content_free_share("effective_rank", 128, causal=True) * 128 == pytest.approx(32.0, abs=0.1)
+        assert content_free_share("participation_ratio", 128, causal=True) * 128 == pytest.approx(3.20, abs=0.01)
+
+    def test_the_text_of_the_package(self, minilm):
+        paragraphs = package_text()
+        tokenizer = AutoTokenizer.from_pretrained(minilm)
+        assert len(set(paragraphs)) == len(paragraphs) == 100
+        assert min(len(tokenizer(paragraph)["input_ids"]) for paragraph in paragraphs) >= 128
