@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from benchmarks.memory import high_water_mark
 from benchmarks.timing import Row, at_least, at_most, median_ratio, timed
 from hf_rankattn import RankEncoderConfig, RankEncoderModel
 
@@ -141,15 +142,6 @@ def peak_memory(kind: str, heads: int, blocks: int) -> float:
     before = high_water_mark(reset=True)
     step(module, states, grad)()
     return high_water_mark(reset=False) - before
-
-
-def high_water_mark(reset: bool) -> float:
-    """Peak resident megabytes. ru_maxrss is inherited from the parent process, so Linux's own mark is reset and read."""
-    if reset:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 def measured_apart(kind: str, heads: int, blocks: int) -> float:

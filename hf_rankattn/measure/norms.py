@@ -41,5 +41,9 @@ def composite_norm(x: torch.Tensor) -> torch.Tensor:
     >>> composite_norm(torch.tensor([[-2.0, -1.0, 0.0], [1.0, 2.0, 3.0]]))
     tensor(4.2426)
     """
-    sizes = working(x).abs()
+    return norm_of_sizes(working(x).abs())
+
+
+def norm_of_sizes(sizes: torch.Tensor) -> torch.Tensor:
+    """[`composite_norm`] from absolute values."""
     return (sizes.sum(-2).amax(-1) * sizes.sum(-1).amax(-1)).sqrt()

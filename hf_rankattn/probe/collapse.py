@@ -7,8 +7,8 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..measure import composite_norm, residual, token_cosine
-from ..measure.norms import drop_rows, working
+from ..measure import residual, token_cosine
+from ..measure.norms import drop_rows, norm_of_sizes, working
 from .ablate import ablate
 from .architectures import base_of, family_of, layers_of
 from .batches import Inputs, batches_of, evaluating, plain, real_tokens
@@ -23,11 +23,12 @@ VARIANTS = {
 
 
 def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What [`relative_residual`], [`residual`] and [`token_cosine`] give, with the residual taken once."""
+    """What [`relative_residual`], [`residual`] in the composite norm and [`token_cosine`] give, with one buffer."""
     states = drop_rows(working(states), mask)
-    left = composite_norm(residual(states, mask))
+    buffer = residual(states, mask)
+    left = norm_of_sizes(buffer.abs_())
     return {
-        "relative_residual": left / composite_norm(states),
+        "relative_residual": left / norm_of_sizes(torch.abs(states, out=buffer)),
         "residual_norm": left,
         "token_cosine": token_cosine(states, mask),
     }
@@ -80,7 +81,8 @@ def measure_collapse(
     family_of(model)
     if unknown := sorted(set(variants) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
-    base, frames = base_of(model), []
+    base = base_of(model)
+    columns: dict[str, list] = {name: [] for name in ("variant", "layer", "example", "metric", "value")}
     for variant in variants:
         offset = 0
         for batch in batches_of(base, inputs):
@@ -90,9 +92,11 @@ def measure_collapse(
                 base(**batch)
             for layer, metrics in enumerate(recorder.rows):
                 for metric, values in metrics.items():
-                    frame = pd.DataFrame({"value": values.cpu().double().numpy()})
-                    frame["example"] = range(offset, offset + len(frame))
-                    frames.append(frame.assign(variant=variant, layer=layer, metric=metric))
-            offset += len(values)
-    table = pd.concat(frames, ignore_index=True).assign(model=model.config.model_type)
-    return table[["model", "variant", "layer", "example", "metric", "value"]]
+                    size = len(values)
+                    columns["variant"] += [variant] * size
+                    columns["layer"] += [layer] * size
+                    columns["example"] += range(offset, offset + size)
+                    columns["metric"] += [metric] * size
+                    columns["value"] += values.cpu().double().tolist()
+            offset += size
+    return pd.DataFrame({"model": model.config.model_type, **columns})
