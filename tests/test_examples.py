@@ -25,6 +25,17 @@ def test_choose_head_geometry(tmp_path):
     assert "accuracy | " in (tmp_path / "best" / "README.md").read_text()
 
 
+def test_follow_rank_in_training(tmp_path):
+    script = str(EXAMPLES / "follow_rank_in_training.py")
+    result = run(tmp_path, script, "--steps", "4", "--every", "2", "--qk_rank", "3")
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] in (["2"], ["4"])]
+    assert len(rows) == 2 and all(1 <= float(row[2]) <= 16 and float(row[4]) <= 3 for row in rows)
+    refused = run(tmp_path, script, "--qk_rank", "0")
+    assert refused.returncode == 2 and "qk_rank" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_publish_points_models(tmp_path):
     script = str(EXAMPLES / "publish_points_models.py")
     result = run(tmp_path, script, "--output_dir", "models", "--steps", "20", "--cards", "cards")
