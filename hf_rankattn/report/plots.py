@@ -71,12 +71,14 @@ def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         kind = "random weights" if facts["random_init"] else "pretrained"
         axis.plot([], [], "-", color="0.45", marker="o", mfc="white", linewidth=0.8, markersize=4,
                   label=f"published: {name}, {kind}\n(hollow, same line styles)")  # fmt: skip
-    bottom = floor / 4
-    axis.axhspan(bottom, 10 * floor, color="0.9", zorder=0)
-    axis.text(0.01, 10 * floor, "within ten times the precision floor: equal for all we can tell", fontsize=8, va="bottom",
-              transform=axis.get_yaxis_transform(), color="0.3")  # fmt: skip
-    axis.set(yscale="log", ylim=(bottom, 2.0), xlabel="layer (0 = embeddings)",
-             ylabel="relative residual (1: nothing shared, 0: all tokens equal)")  # fmt: skip
+    axis.set(xlabel="layer (0 = embeddings)", ylabel="relative residual (1: nothing shared, 0: all tokens equal)")
+    if rows.value.min() > 0.05:
+        axis.set_ylim(0, max(1.05, 1.05 * float(rows.value.max())))
+    else:
+        axis.set(yscale="log", ylim=(floor / 4, 2.0))
+        axis.axhspan(floor / 4, 10 * floor, color="0.9", zorder=0)
+        remark = "within ten times the precision floor: equal for all we can tell"
+        axis.text(0.01, 10 * floor, remark, fontsize=8, va="bottom", transform=axis.get_yaxis_transform(), color="0.3")
     axis.set_title(f"Do tokens stay apart? {facts['title']}", fontsize=11)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
@@ -187,10 +189,11 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(f"How much query-key rank is used? {facts['title']}", fontsize=11)
-    figure.supxlabel("components kept (thin lines: single heads; grey line: 90 %)", fontsize=9)
-    figure.supylabel("share of energy kept", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("components kept")
+    figure.supylabel("share of energy kept (thin: single heads; grey line: 90 %)", fontsize=9)
     return figure
 
 
