@@ -120,7 +120,8 @@ def make_data(
 
     texts = text_file.read_text(encoding="utf-8") if text_file else None
     progress = Progress(
-        TextColumn("writing"), BarColumn(), TextColumn("{task.completed} rows"), console=Console(stderr=True), transient=True
+        TextColumn("writing"), BarColumn(), TextColumn("{task.completed} rows"), console=Console(stderr=True),
+        transient=True, disable=not sys.stderr.isatty(),
     )  # fmt: skip
     with progress:
         written = progress.add_task("writing", total=None)

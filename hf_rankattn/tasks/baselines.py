@@ -11,8 +11,9 @@ from .metrics import IGNORED, score
 
 
 Arrays = dict[str, np.ndarray]
-# Fitted numbers of a baseline are few, so this is plenty; more points in a row need fewer rows
+# a baseline has few numbers to fit, so this is plenty
 FIT_NUMBERS = 2**23
+LARGEST_FIT = 4096
 
 
 def baselines(
@@ -23,7 +24,7 @@ def baselines(
     Args:
         name (`str`): The task.
         config (`str`, *optional*): Its config.
-        rows (`int`, *optional*): How many rows; by default up to 10,000, fewer where they are large.
+        rows (`int`, *optional*): How many rows; by default up to 4,096, fewer where they are large.
         **parameters: Parameters of the task, as in [`load_task`].
 
     Returns:
@@ -50,7 +51,7 @@ def task_baselines(builder: TaskBuilder, rows: int | None = None) -> dict[str, d
 def sample(builder: TaskBuilder, split: str, rows: int | None) -> Arrays:
     if rows is None:
         numbers = sum(array.size for array in builder.sample(split, 1).values())
-        rows = min(10_000, max(64, FIT_NUMBERS // numbers))
+        rows = min(LARGEST_FIT, max(64, FIT_NUMBERS // numbers))
     if not builder.endless:
         rows = min(rows, builder.split_sizes()[split])
     return builder.sample(split, rows)

@@ -163,6 +163,10 @@ class TaskBuilder(datasets.ArrowBasedBuilder):
         """Rows `first`, `first + 1`, ... of a split, column by column."""
         raise NotImplementedError
 
+    def scratch_numbers(self) -> int:
+        """Numbers for each row in the largest array that [`draw`] makes on its way, where that is not a column."""
+        return 0
+
     def model_arguments(self) -> dict[str, Any]:
         """What a config of RankEncoder has to be told about the data: `RankEncoderConfig(**builder.model_arguments())`."""
         raise NotImplementedError
@@ -175,14 +179,19 @@ class TaskBuilder(datasets.ArrowBasedBuilder):
     def block_rows(self) -> int:
         """Rows of a block: a power of two that follows from the geometry alone."""
         numbers = sum(np.prod(shape_of(feature), dtype=int) for feature in self.columns().values())
+        numbers = max(numbers, self.scratch_numbers())
         return max(1, min(LARGEST_BLOCK, 2 ** int(np.log2(max(1, BLOCK_NUMBERS // numbers)))))
 
     def block(
         self, split: str, number: int, rows: int | None = None, keys: tuple[int, ...] = ()
     ) -> dict[str, np.ndarray]:
-        """The first `rows` of block `number` of a split; `keys` lead to blocks that no split holds."""
+        """The first `rows` of block `number` of a split; `keys` lead to blocks that no split holds.
+
+        A block is always drawn whole: what is drawn second would come out otherwise after fewer rows of the first.
+        """
         rng = random_generator(self.config.seed, self.task_name(), self.config.geometry(), split, *keys, number)
-        return self.draw(rng, rows or self.block_rows, split=split, first=number * self.block_rows)
+        drawn = self.draw(rng, self.block_rows, split=split, first=number * self.block_rows)
+        return {name: array[:rows] for name, array in drawn.items()}
 
     def sample(self, split: str, rows: int) -> dict[str, np.ndarray]:
         """The first rows of a split as arrays, without a cache; where the task is endless, also more than the split has."""

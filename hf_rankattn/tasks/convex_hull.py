@@ -54,6 +54,9 @@ class ConvexHull(TaskBuilder):
     def columns(self):
         return {"points": points_feature(self.config.num_points, 2), "labels": ids_feature(self.config.num_points)}
 
+    def scratch_numbers(self):
+        return self.config.num_points**2
+
     def model_arguments(self):
         return {"input_dim": 2, "num_labels": 2}
 

@@ -59,6 +59,9 @@ class FarthestNeighbor(TaskBuilder):
         shape = self.config.num_points, self.config.dim
         return {"points": points_feature(*shape), "labels": points_feature(*shape)}
 
+    def scratch_numbers(self):
+        return self.config.num_points**2
+
     def model_arguments(self):
         return {"input_dim": self.config.dim}
 

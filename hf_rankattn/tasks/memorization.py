@@ -157,21 +157,16 @@ class Memorization(TaskBuilder):
         _, vocab_size, padding = self.config.encoded
         return {"vocab_size": vocab_size, "num_labels": self.config.num_labels, "pad_token_id": padding}
 
-    @cached_property
-    def order(self) -> dict[str, int]:
-        """Where each split starts in the text: evaluation rows are its end."""
-        train, held_out = self.config.num_examples, self.config.num_eval_examples
-        return {"train": 0, "validation": train, "test": train + held_out}
-
     def draw(self, rng, rows, *, split, first):
         size, (pieces, _, padding) = self.config.max_length, self.config.encoded
-        start = self.order[split] + first
+        train, held_out = self.config.num_examples, self.config.num_eval_examples
+        start = first + {"train": 0, "validation": train, "test": train + held_out}[split]
         pieces = pieces[start : start + rows]
         mask = np.arange(size) < np.array([len(piece) for piece in pieces])[:, None]
-        ids = np.full((rows, size), padding)
-        ids[mask] = np.concatenate([np.array(piece) for piece in pieces])
-        labels = np.where(mask, rng.integers(self.config.num_labels, size=(rows, size)), -100)
-        return {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": labels}
+        ids = np.full(mask.shape, padding)
+        ids[mask] = np.concatenate(pieces)
+        labels = rng.integers(self.config.num_labels, size=(rows, size))[: len(pieces)]
+        return {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": np.where(mask, labels, -100)}
 
 
 def words_of(text: str) -> list[str]:

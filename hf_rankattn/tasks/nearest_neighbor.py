@@ -78,6 +78,9 @@ class NearestNeighbor(TaskBuilder):
         queries = points_feature(config.num_queries, config.dim)
         return {"points": points_feature(config.num_points, config.dim), "queries": queries, "labels": queries}
 
+    def scratch_numbers(self):
+        return self.config.num_points * self.config.num_queries
+
     def model_arguments(self):
         return {"input_dim": self.config.dim}
 

@@ -57,9 +57,7 @@ def make_data(
     """
     folder = Path(folder).resolve()
     check_folder(folder, overwrite)
-    builders = [
-        task_builder(task, config, **parameters) for config in (configs or (None,))
-    ]
+    builders = [task_builder(task, config, **parameters) for config in (configs or (None,))]
     names = [builder.config.name for builder in builders]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two of the configs come out as {min(repeated)!r}: write them to folders of their own.")

@@ -30,6 +30,7 @@ class FreshExamples(_BaseExamplesIterable):
         self.split = split
         self.first, self.step = 0, 1
         self.keys: tuple[int, ...] = ()
+        self._sleep_on_threads_shutdown = False  # datasets asks for it where streams are interleaved
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         # iterating over datasets' own tables row by row costs more than drawing: tensors are cut from the block instead
@@ -67,7 +68,7 @@ class FreshExamples(_BaseExamplesIterable):
         return part
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "FreshExamples":
-        """Another stream, which shares no rows with this one: `set_epoch(n)` and `shuffle(seed)` of datasets come here."""
+        """Another stream, chosen by the generator: `set_epoch(n)` and `shuffle(seed)` of datasets come here."""
         other = copy(self)
         other.keys = (*self.keys, *(int(word) for word in deepcopy(generator).integers(2**32, size=2)))
         return other
