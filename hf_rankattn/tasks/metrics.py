@@ -64,7 +64,7 @@ class NeighborError(TaskMetric):
     """Squared distance of predicted and true vectors: summed over the entries of a vector, averaged over tokens. Predicting
     zero for unit vectors costs 1. It is the loss of `RankEncoderForPointRegression`.
 
-    >>> NeighborError().compute(predictions=[[[0.0, 0.0]]], references=[[[0.6, 0.8]]])
+    >>> NeighborError().compute(predictions=[[[0.0, 0.0]]], references=[[[0.0, 1.0]]])
     {'neighbor_error': 1.0}
     """
 
