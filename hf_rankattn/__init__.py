@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from .probe import measure_collapse as measure_collapse
     from .probe import measure_logits as measure_logits
     from .probe import measure_weights as measure_weights
+    from .tasks import HullVertexF1 as HullVertexF1
+    from .tasks import InvertedPairs as InvertedPairs
+    from .tasks import NeighborAccuracy as NeighborAccuracy
+    from .tasks import NeighborError as NeighborError
+    from .tasks import SequenceAccuracy as SequenceAccuracy
+    from .tasks import TokenAccuracy as TokenAccuracy
+    from .tasks import load_task as load_task
     from .texts import package_text as package_text
 
 # The modelling files stand alone, so that they can be exported; what shares a model with its card joins them here.
@@ -42,12 +49,12 @@ for _base in (
 ):
     _base.push_to_hub = push_to_hub  # type: ignore[method-assign, assignment]
 
-# Their tables need pandas, which is slow to import and not needed to load a model.
+# Their tables need pandas, and tasks need datasets, which are slow to import and not needed to load a model.
 _LAZY = {
-    **dict.fromkeys(
-        ("RankCallback", "ablate", "measure_attention", "measure_collapse", "measure_logits", "measure_weights"),
-        ".probe",
-    ),
+    **dict.fromkeys(("RankCallback", "ablate", "measure_attention", "measure_collapse"), ".probe"),
+    **dict.fromkeys(("measure_logits", "measure_weights"), ".probe"),
+    **dict.fromkeys(("HullVertexF1", "InvertedPairs", "NeighborAccuracy", "NeighborError"), ".tasks"),
+    **dict.fromkeys(("SequenceAccuracy", "TokenAccuracy", "load_task"), ".tasks"),
     "package_text": ".texts",
 }
 

@@ -6,9 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -169,6 +171,57 @@ def measure(
         f"examples from {facts['source']}; {facts['seconds']} s.\nIn {out}: {', '.join(files)}",
         highlight=False,
     )
+
+
+@app.command("make-data", epilog="Example: rankattn make-data farthest_neighbor --config d64_n16 --out farthest")
+def make_data(
+    task: str = typer.Argument(help="Name of the task; a wrong one lists them all."),
+    out: str = typer.Option(..., help="Folder to write, which must not exist."),
+    config: Annotated[list[str] | None, typer.Option(help="Named config; may be given several times.")] = None,
+    dim: int | None = typer.Option(None, help="Dimension of the points."),
+    num_points: int | None = typer.Option(None, help="Points in a row."),
+    num_queries: int | None = typer.Option(None, help="Queries in a row."),
+    distribution: str | None = typer.Option(None, help="uniform, orthogonal or doubled."),
+    length: int | None = typer.Option(None, help="Tokens in a row."),
+    num_values: int | None = typer.Option(None, help="Numbers to sort, or values to retrieve."),
+    num_keys: int | None = typer.Option(None, help="Keys that exist."),
+    layout: str | None = typer.Option(None, help="joint or pairs."),
+    angles: str | None = typer.Option(None, help="grid or uniform."),
+    text_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Text to memorize.")] = None,
+    tokenizer: str | None = typer.Option(None, help="words, bytes, or a tokenizer of transformers."),
+    max_length: int | None = typer.Option(None, help="Tokens in a row of text."),
+    num_examples: int | None = typer.Option(None, help="Train rows."),
+    num_eval_examples: int | None = typer.Option(None, help="Validation rows, and test rows."),
+    seed: int | None = typer.Option(None, help="Seed of all splits."),
+    license: str | None = typer.Option(None, help="Licence of the data, for the card."),
+    push: str | None = typer.Option(None, help="Dataset repository of the Hub to send the same to."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a folder of such data."),
+    as_json: bool = Json,
+) -> None:
+    """Write a synthetic task as Parquet with a dataset card, for datasets.load_dataset."""
+    from .tasks.publishing import make_data as write
+
+    texts = text_file.read_text(encoding="utf-8") if text_file else None
+    progress = Progress(
+        TextColumn("writing"), BarColumn(), TextColumn("{task.completed} rows"), console=Console(stderr=True),
+        transient=True, disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+    with progress:
+        written = progress.add_task("writing", total=None)
+        made = write(
+            task, out, config or (), push=push, overwrite=overwrite, license=license, dim=dim, num_points=num_points,
+            num_queries=num_queries, distribution=distribution, length=length, num_values=num_values, num_keys=num_keys,
+            layout=layout, angles=angles, texts=texts, tokenizer=tokenizer, max_length=max_length,
+            num_examples=num_examples, num_eval_examples=num_eval_examples, seed=seed,
+            progress=lambda rows: progress.advance(written, rows),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(asdict(made), indent=2))
+        return
+    for name, rows in made.rows.items():
+        print(f"{made.folder}: {name}, " + ", ".join(f"{count:,} {split}" for split, count in rows.items()) + " rows")
+    if made.pushed:
+        print(f"pushed: {made.pushed}")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str) -> Iterator[Path]:
+def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str, word: str = "") -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place when the block ends well, and is gone when it does not.
 
     Args:
@@ -17,9 +17,10 @@ def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str) ->
         overwrite: Whether an existing folder may be replaced.
         marker: A file that an existing folder must hold to be replaced: nobody's other files are deleted.
         what: What such a folder holds, for messages.
+        word: What the text of the marker must contain, where a file of that name says little.
     """
     folder = Path(folder).resolve()
-    check_replaceable(folder, overwrite, marker, what)
+    check_replaceable(folder, overwrite, marker, what, word)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -41,15 +42,18 @@ def open_to_umask(folder: Path) -> None:
     folder.chmod(0o777 & ~umask)
 
 
-def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str) -> None:
+def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str, word: str = "") -> None:
     if not folder.exists():
         return
     if not overwrite:
         raise ValueError(
             f"{folder} exists already: choose another folder, or pass overwrite=True (--overwrite) to replace it."
         )
-    if not (folder / marker).is_file():
-        raise ValueError(f"{folder} does not hold {what} (no {marker}), so it is not replaced: choose another folder.")
+    found = folder / marker
+    if not found.is_file() or (word and word not in found.read_text(encoding="utf-8")):
+        raise ValueError(
+            f"{folder} does not hold {what} (no such {marker}), so it is not replaced: choose another folder."
+        )
     if folder == Path.cwd() or folder in Path.cwd().parents:
         raise ValueError(f"{folder} is the folder you work in, or above it: choose another folder.")
 

@@ -1,14 +1,15 @@
-"""Model cards: what the heads look like, how the model was made, and the numbers that were measured, no others."""
+"""Cards of models and datasets: what they are, how they were made, and the numbers that were measured, no others."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 
-TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = TEMPLATES / "model_card.md"
 PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
@@ -109,4 +110,69 @@ def model_card(
         base=base_model,
         trained_on=datasets,
         remote_code=remote_code,
+    )
+
+
+SIZES = (
+    (1_000, "n<1K"),
+    (10_000, "1K<n<10K"),
+    (100_000, "10K<n<100K"),
+    (1_000_000, "100K<n<1M"),
+    (10_000_000, "1M<n<10M"),
+)
+
+
+def dataset_card(
+    *,
+    task: str,
+    repo_id: str,
+    description: str,
+    labels: str,
+    dataset_info: Sequence[dict[str, Any]],
+    sections: Sequence[dict[str, Any]],
+    differences: str = "",
+    citation: str = "",
+    license: str | None = None,
+) -> DatasetCard:
+    """Render the card of a task's data, with the metadata by which `load_dataset` finds configs, splits and features.
+
+    Args:
+        task (`str`): Name of the task.
+        repo_id (`str`): Where it will be found: a Hub repository, or a folder.
+        description (`str`): What it is, in a sentence or two.
+        labels (`str`): How rows and labels are made.
+        dataset_info (`Sequence[dict]`): For each config its name, features and splits, as datasets writes them.
+        sections (`Sequence[dict]`): For each config `name`, `parameters`, `rows`, `columns`, `model_arguments` and
+            `baselines`.
+        differences (`str`, *optional*): Where the rows differ from those of the published code.
+        citation (`str`, *optional*): BibTeX of the paper.
+        license (`str`, *optional*): Licence of the data.
+    """
+    largest = max(sum(section["rows"].values()) for section in sections)
+    configs = [
+        {
+            "config_name": section["name"],
+            **({"default": True} if section is sections[0] else {}),
+            "data_files": [{"split": split, "path": f"{section['name']}/{split}-*"} for split in section["rows"]],
+        }
+        for section in sections
+    ]
+    data = DatasetCardData(
+        license=license,
+        pretty_name=repo_id.rsplit("/", 1)[-1],
+        size_categories=[next((name for limit, name in SIZES if largest < limit), "n>10M")],
+        tags=["rank-attention", "rank-attention-task", "synthetic", task],
+        configs=configs,
+        dataset_info=list(dataset_info),
+    )
+    return DatasetCard.from_template(
+        data,
+        template_path=str(TEMPLATES / "dataset_card.md"),
+        task=task,
+        repo_id=repo_id,
+        description=description,
+        labels=labels,
+        differences=differences,
+        sections=sections,
+        citation=citation,
     )

@@ -1,0 +1,173 @@
+"""Memorization: real text with random labels, to be learnt by heart."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ..texts import package_text
+from .building import TaskBuilder, TaskConfig, check_count, ids_feature
+from .papers import COLLAPSE
+
+
+@dataclass
+class MemorizationConfig(TaskConfig):
+    """
+    Args:
+        num_examples (`int`, *optional*): Train rows; by default all that the other splits leave.
+        num_eval_examples (`int`, *optional*): Validation rows, and test rows; by default a tenth of all rows each.
+        texts (`str`, list of `str` or `datasets.Dataset`, *optional*): The text; by default the one of this package.
+        text_column (`str`, *optional*, defaults to `"text"`): The column to read where `texts` is a dataset.
+        tokenizer (`str` or tokenizer, *optional*, defaults to `"words"`):
+            `"words"` (words and marks of the text, lower-cased, numbered in alphabetical order), `"bytes"`, the name or
+            folder of a tokenizer of transformers, or such a tokenizer itself.
+        max_length (`int`, *optional*, defaults to 128): Tokens in a row. A longer text makes several rows, a shorter one is
+            padded.
+        num_labels (`int`, *optional*, defaults to 2): Number of classes.
+    """
+
+    num_examples: int | None = None
+    num_eval_examples: int | None = None
+    texts: Any = None
+    text_column: str = "text"
+    tokenizer: Any = "words"
+    max_length: int = 128
+    num_labels: int = 2
+
+    def geometry_name(self) -> str:
+        source = "package_text" if self.texts is None else "text"
+        labels = "" if self.num_labels == 2 else f"_c{self.num_labels}"
+        return f"{source}_l{self.max_length}{labels}"
+
+    def check(self) -> None:
+        self.max_length = check_count("max_length", self.max_length, 2)
+        self.num_labels = check_count("num_labels", self.num_labels, 2)
+        rows = len(self.encoded[0])
+        if rows < 3:
+            raise ValueError(
+                f"the text gives {rows} rows of at most {self.max_length} tokens, and three splits need three: give more "
+                "text or a smaller max_length."
+            )
+        if self.num_eval_examples is None:
+            self.num_eval_examples = max(1, rows // 10)
+        if self.num_examples is None:
+            self.num_examples = rows - 2 * check_count("num_eval_examples", self.num_eval_examples, 1)
+        super().check()
+        asked = self.num_examples + 2 * self.num_eval_examples
+        if asked > rows:
+            raise ValueError(
+                f"{asked} rows were asked for ({self.num_examples} train, twice {self.num_eval_examples} for the other "
+                f"splits), and the text gives {rows} rows of at most {self.max_length} tokens."
+            )
+
+    @cached_property
+    def passages(self) -> list[str]:
+        """The texts, one by one."""
+        texts = package_text() if self.texts is None else self.texts
+        if isinstance(texts, str):
+            texts = [part for part in re.split(r"\n\s*\n", texts) if part.strip()]
+        elif isinstance(texts, datasets.Dataset | datasets.IterableDataset):
+            if texts.column_names is not None and self.text_column not in texts.column_names:
+                raise ValueError(
+                    f"the dataset has no column {self.text_column!r}; it has {', '.join(texts.column_names)}: choose one "
+                    "with text_column."
+                )
+            texts = [row[self.text_column] for row in texts.select_columns(self.text_column)]
+        if isinstance(texts, dict) or not isinstance(texts, Iterable):
+            raise ValueError(
+                f"`texts` must be a string, a list of strings or one split of a dataset, got a {type(texts).__name__}."
+            )
+        texts = list(texts)
+        if strangers := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"`texts` must hold strings, got {strangers[0]!r:.80}.")
+        return texts
+
+    def encoder(self) -> tuple[Callable[[str], list[int]], int, int]:
+        """How a text becomes ids, how many ids there are, and which of them pads."""
+        tokenizer = self.tokenizer
+        if tokenizer == "words":
+            words = sorted({word for text in self.passages for word in words_of(text)})
+            ids = {word: number for number, word in enumerate(words, start=1)}
+            return (lambda text: [ids[word] for word in words_of(text)]), len(words) + 1, 0
+        if tokenizer == "bytes":
+            return (lambda text: [1 + byte for byte in text.encode()]), 257, 0
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            except OSError as error:
+                raise ValueError(
+                    f"`tokenizer` must be 'words', 'bytes', a tokenizer, or the folder or name of one; {self.tokenizer!r} "
+                    "could not be loaded."
+                ) from error
+        if not callable(tokenizer) or not hasattr(tokenizer, "pad_token_id"):
+            raise ValueError(
+                f"`tokenizer` must be 'words', 'bytes', or a tokenizer of transformers, got a {type(tokenizer).__name__}."
+            )
+        padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return (lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]), len(tokenizer), padding
+
+    @cached_property
+    def encoded(self) -> tuple[list[list[int]], int, int]:
+        """Ids of all rows without padding, how many ids there are, and which of them pads."""
+        encode, vocab_size, padding = self.encoder()
+        size = self.max_length
+        ids = [encode(text) for text in self.passages]
+        pieces = [row[start : start + size] for row in ids for start in range(0, len(row), size)]
+        return pieces, vocab_size, padding
+
+    def contents(self) -> dict[str, Any]:
+        # ids say all that the rows take from text and tokenizer, however those were given
+        digest = hashlib.sha256(repr(self.encoded).encode()).hexdigest()
+        return super().contents() | {"texts": digest, "tokenizer": None, "text_column": None}
+
+
+class Memorization(TaskBuilder):
+    """Real text with a random label for each token: nothing to understand, so accuracy on the train split is what a model
+    stores. Validation and test hold other passages of the text, also labelled at random: a control at chance level."""
+
+    BUILDER_CONFIG_CLASS = MemorizationConfig
+    BUILDER_CONFIGS = [MemorizationConfig(), MemorizationConfig(max_length=32)]
+    DEFAULT_CONFIG_NAME = "package_text_l128"
+    CITATION = COLLAPSE
+    LABELS = (
+        "The text is cut into rows of at most `max_length` tokens; `labels` are independent and uniform, one for each token, "
+        "and -100 at padding. Score the train split: that is what was to be memorized. No model can be better than chance on "
+        "the others. The rows are one set to learn by heart, so there is no stream of fresh ones."
+    )
+    DIFFERENCES = (
+        "The published code marks padding with -1, which losses count unless told otherwise; here it is -100. It cuts texts "
+        "at 128 tokens; here the rest makes further rows. It scores 11 batches of the train rows; score all of them. A "
+        "misplaced argument there switches the MLPs on in what is called pure attention. Its line for guessing, 0.5, is what "
+        "a predictor without any input reaches; one that sees the token, without context, reaches more."
+    )
+    endless = False
+
+    def columns(self):
+        ids = ids_feature(self.config.max_length)
+        return {"input_ids": ids, "attention_mask": ids, "labels": ids}
+
+    def model_arguments(self):
+        _, vocab_size, padding = self.config.encoded
+        return {"vocab_size": vocab_size, "num_labels": self.config.num_labels, "pad_token_id": padding}
+
+    def draw(self, rng, rows, *, split, first):
+        size, (pieces, _, padding) = self.config.max_length, self.config.encoded
+        train, held_out = self.config.num_examples, self.config.num_eval_examples
+        start = first + {"train": 0, "validation": train, "test": train + held_out}[split]
+        pieces = pieces[start : start + rows]
+        mask = np.arange(size) < np.array([len(piece) for piece in pieces])[:, None]
+        ids = np.full(mask.shape, padding)
+        ids[mask] = np.concatenate(pieces)
+        labels = rng.integers(self.config.num_labels, size=(rows, size))[: len(pieces)]
+        return {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": np.where(mask, labels, -100)}
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text.lower())

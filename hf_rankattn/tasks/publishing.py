@@ -1,0 +1,186 @@
+"""Tasks as Parquet files with a card, which `datasets.load_dataset` reads without this package."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet as pq
+from huggingface_hub import DatasetCard, HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from ..folders import check_replaceable, fresh_folder
+from ..report.cards import dataset_card
+from .baselines import task_baselines
+from .building import TaskBuilder
+from .loading import task_builder
+
+
+FILE_BYTES = 500_000_000
+# what a folder must hold to be replaced
+MARK = {"marker": "README.md", "what": "data of a task", "word": "rank-attention-task"}
+
+
+@dataclass
+class MadeData:
+    """What [`make_data`] wrote: a folder, the rows of each split of each config, and the baselines on its card."""
+
+    folder: str
+    rows: dict[str, dict[str, int]]
+    baselines: dict[str, dict[str, dict[str, float]]]
+    pushed: str | None = None
+
+
+def make_data(
+    task: str,
+    folder: str | Path,
+    configs: Sequence[str] = (),
+    *,
+    push: str | None = None,
+    overwrite: bool = False,
+    license: str | None = None,
+    progress: Callable[[int], Any] = lambda rows: None,
+    **parameters: Any,
+) -> MadeData:
+    """Write a task as Parquet with a dataset card, all or nothing.
+
+    Args:
+        task (`str`): Name of the task.
+        folder: Where to write. It must not exist, unless `overwrite` is given; then it is replaced at the end.
+        configs (`Sequence[str]`, *optional*): Named configs, which become configs of the dataset; the default one otherwise.
+        push (`str`, *optional*): A dataset repository of the Hub to send the same to.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder of such data may be replaced.
+        license (`str`, *optional*): Licence of the data, for the card.
+        progress (*optional*): Called with the number of rows whenever some were written.
+        **parameters: Parameters of the task, over those of the configs.
+    """
+    folder = Path(folder).resolve()
+    check_replaceable(folder, overwrite, **MARK)
+    builders = [task_builder(task, config, **parameters) for config in (configs or (None,))]
+    names = [builder.config.name for builder in builders]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two of the configs come out as {min(repeated)!r}: write them to folders of their own.")
+    repo = open_repository(push, names) if push else None
+    with fresh_folder(folder, overwrite, **MARK) as staging:
+        baselines = {builder.config.name: task_baselines(builder) for builder in builders}
+        infos = [write_parquet(builder, staging, progress) for builder in builders]
+        card = card_of(builders, infos, baselines, repo or folder.name, license)
+        card.save(staging / "README.md")
+    rows = {builder.config.name: builder.split_sizes() for builder in builders}
+    made = MadeData(str(folder), rows, baselines)
+    if repo:
+        made.pushed = upload(folder, repo, names)
+    return made
+
+
+def write_parquet(builder: TaskBuilder, folder: Path, progress: Callable[[int], Any]) -> datasets.DatasetInfo:
+    """Write the splits of one config to a folder of its name, in the way the Hub names files; return what is in it."""
+    info = builder.info.copy()
+    info.config_name = builder.config.name
+    info.splits = datasets.SplitDict(dataset_name=builder.dataset_name)
+    target = folder / info.config_name
+    target.mkdir()
+    row_bytes = builder.table(builder.sample("train", 1)).nbytes
+    for split, rows in builder.split_sizes().items():
+        shards = builder.shards(rows, at_most=-(-rows * row_bytes // FILE_BYTES))
+        written = 0
+        for number, shard in enumerate(shards):
+            path = target / f"{split}-{number:05d}-of-{len(shards):05d}.parquet"
+            with open_parquet(path, builder) as writer:
+                for _, table in builder._generate_tables(split, [shard]):
+                    writer.write_table(table.cast(writer.schema))
+                    written += table.nbytes
+                    progress(len(table))
+        info.splits.add(datasets.SplitInfo(split, num_bytes=written, num_examples=rows))
+    info.dataset_size = sum(split.num_bytes for split in info.splits.values())
+    info.download_size = sum(path.stat().st_size for path in target.iterdir())
+    return info
+
+
+def open_parquet(path: Path, builder: TaskBuilder) -> pq.ParquetWriter:
+    """Dictionaries, Parquet's default, make files of random floats larger than their numbers; splitting their bytes does not."""
+    floats = [name for name, feature in builder.columns().items() if isinstance(feature, datasets.Array2D)]
+    leaves = [f"{name}.list.element.list.element" for name in floats]
+    others = [f"{name}.list.element" for name in builder.columns() if name not in floats]
+    return pq.ParquetWriter(
+        path,
+        builder.info.features.arrow_schema,
+        compression="zstd",
+        use_dictionary=others,
+        use_byte_stream_split=leaves,
+    )
+
+
+def card_of(
+    builders: list[TaskBuilder], infos: list[datasets.DatasetInfo], baselines: dict, repo_id: str, license: str | None
+) -> DatasetCard:
+    """The card of some configs of one task."""
+    sections = [
+        {
+            "name": builder.config.name,
+            "parameters": shown_parameters(builder),
+            "rows": builder.split_sizes(),
+            "columns": {column: described(feature) for column, feature in builder.columns().items()},
+            "baselines": baselines[builder.config.name],
+            "model_arguments": builder.model_arguments(),
+        }
+        for builder in builders
+    ]
+    first = builders[0]
+    return dataset_card(
+        task=first.task_name(),
+        repo_id=repo_id,
+        description=first.info.description,
+        labels=first.LABELS,
+        differences=first.DIFFERENCES,
+        citation=first.CITATION,
+        dataset_info=[info._to_yaml_dict() for info in infos],
+        sections=sections,
+        license=license,
+    )
+
+
+def shown_parameters(builder: TaskBuilder) -> dict[str, Any]:
+    """Parameters that can be typed again; a text given by its owner is not repeated."""
+    values = {name: getattr(builder.config, name) for name in builder.config.parameters()}
+    return {name: value for name, value in values.items() if isinstance(value, str | int | float) and name != "texts"}
+
+
+def described(feature: Any) -> str:
+    if hasattr(feature, "shape"):
+        return f"{feature.dtype}, {' x '.join(map(str, feature.shape))}"
+    return f"{feature.feature.dtype}, {feature.length}"
+
+
+def open_repository(repo: str, names: list[str]) -> str:
+    """Make sure, before anything is drawn, that the repository can be written and that nothing in it would be orphaned."""
+    if constants.is_offline_mode():
+        raise ValueError(f"nothing can be pushed to {repo!r} while HF_HUB_OFFLINE is set.")
+    api = HfApi()
+    try:
+        repo = api.create_repo(repo, repo_type="dataset", exist_ok=True).repo_id
+        if not api.file_exists(repo, "README.md", repo_type="dataset"):
+            return repo
+        path = api.hf_hub_download(repo, "README.md", repo_type="dataset")
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ValueError(f"{repo!r} cannot be written: {str(error).splitlines()[0]}") from error
+    held = DatasetCard.load(path, ignore_metadata_errors=True).data.get("configs") or []
+    others = [entry["config_name"] for entry in held if entry["config_name"] not in names]
+    if others:
+        raise ValueError(
+            f"{repo} has other configs, which a new card would hide: {', '.join(others)}. Make them together with yours, or "
+            "push to another repository."
+        )
+    return repo
+
+
+def upload(folder: Path, repo: str, names: list[str]) -> str:
+    commit = HfApi().upload_folder(
+        repo_id=repo,
+        repo_type="dataset",
+        folder_path=folder,
+        commit_message=f"Upload {', '.join(names)}",
+        delete_patterns=[f"{name}/*" for name in names],  # shards of an earlier version, if it had more
+    )
+    return str(commit)

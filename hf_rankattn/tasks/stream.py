@@ -1,0 +1,82 @@
+"""The endless stream: a train split that goes on."""
+
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from datasets.iterable_dataset import _BaseExamplesIterable
+
+from .building import TaskBuilder
+
+
+# Into this many parts the stream can be split: a number that the usual counts of nodes and workers divide, as datasets
+# hands whole shards to nodes only then, and otherwise lets each node draw all rows and drop those of the others.
+STREAM_SHARDS = 2**10 * 3**2 * 5 * 7
+
+
+class FreshExamples(_BaseExamplesIterable):
+    """Blocks `first`, `first + step`, `first + 2 step`, ... of a split, without end, row by row as tensors.
+
+    Splitting by node or by worker widens the step, so nobody draws what another one yields, and the place in the stream is
+    one number.
+    """
+
+    def __init__(self, builder: TaskBuilder, split: str):
+        super().__init__()
+        self.builder = builder
+        self.split = split
+        self.first, self.step = 0, 1
+        self.keys: tuple[int, ...] = ()
+        self._sleep_on_threads_shutdown = False  # datasets asks for it where streams are interleaved
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        # iterating over datasets' own tables row by row costs more than drawing: tensors are cut from the block instead
+        state: dict[str, Any] = self._state_dict or self._init_state_dict()
+        size = self.builder.block_rows
+        while True:
+            turn, done = divmod(state["row"], size)
+            number = self.first + turn * self.step
+            block = self.builder.block(self.split, number, keys=self.keys)
+            names = list(block)
+            columns = (torch.from_numpy(array)[done:].unbind() for array in block.values())
+            for key, row in enumerate(zip(*columns, strict=True), start=number * size + done):
+                state["row"] += 1
+                yield key, dict(zip(names, row, strict=True))
+
+    def _init_state_dict(self) -> dict:
+        self._state_dict = {"row": 0, "type": type(self).__name__}
+        return self._state_dict
+
+    @property
+    def is_typed(self) -> bool:
+        return True
+
+    @property
+    def features(self) -> datasets.Features:
+        return self.builder.info.features
+
+    @property
+    def num_shards(self) -> int:
+        return max(1, STREAM_SHARDS // self.step)
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "FreshExamples":
+        part = copy(self)
+        part.first, part.step = self.first + index * self.step, self.step * num_shards
+        return part
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> "FreshExamples":
+        """Another stream, chosen by the generator: `set_epoch(n)` and `shuffle(seed)` of datasets come here."""
+        other = copy(self)
+        other.keys = (*self.keys, *(int(word) for word in deepcopy(generator).integers(2**32, size=2)))
+        return other
+
+    def reshard_data_sources(self) -> "FreshExamples":
+        return self
+
+
+def fresh_stream(builder: TaskBuilder, split: str) -> datasets.IterableDataset:
+    """The rows of a split, and then fresh ones for ever."""
+    return datasets.IterableDataset(FreshExamples(builder, split), info=builder.info, split=datasets.NamedSplit(split))

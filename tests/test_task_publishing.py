@@ -1,0 +1,240 @@
+"""`rankattn make-data`: Parquet and a card that datasets reads alone, from a folder and from the Hub."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_stand_in import HubStandIn
+from huggingface_hub import DatasetCard
+from test_sharing import BLOCKER
+from typer.testing import CliRunner
+
+from hf_rankattn import cli
+from hf_rankattn.tasks import baselines, publishing, task_builder
+from hf_rankattn.tasks.publishing import make_data
+
+
+SMALL = {"num_examples": 40, "num_eval_examples": 10}
+READ = (
+    BLOCKER
+    + """
+import json
+import datasets
+datasets.disable_progress_bars()
+data = datasets.load_dataset(WHERE, CONFIG)
+report = {}
+for split, rows in data.items():
+    columns = rows.with_format("numpy")[:]
+    sums = {name: [list(array.shape), float(array.astype("float64").sum())] for name, array in columns.items()}
+    report[split] = [rows.features.to_dict(), sums]
+assert not [name for name in sys.modules if name.startswith("hf_rankattn")]
+print(json.dumps(report))
+"""
+)
+
+
+def reading(where: str, config: str) -> str:
+    """Code that prints the features of each split, and the shape and the sum of each column."""
+    return READ.replace("WHERE", repr(where)).replace("CONFIG", repr(config))
+
+
+def run_clean(code: str, home: Path, cwd: Path | None = None, **env: str) -> str:
+    """Run code where this package is not importable; return the last line it prints."""
+    environment = {**os.environ, "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets"), **env}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.strip().splitlines()[-1]
+
+
+def check_report(report: dict, builder) -> None:
+    assert list(report) == ["train", "validation", "test"]
+    for split, (features, columns) in report.items():
+        assert features == json.loads(json.dumps(builder.info.features.to_dict()))
+        expected = builder.sample(split, builder.split_sizes()[split])
+        for name, (shape, total) in columns.items():
+            assert tuple(shape) == expected[name].shape
+            assert total == pytest.approx(expected[name].astype(np.float64).sum(), rel=1e-6, abs=1e-3)
+
+
+class TestFolder:
+    @pytest.mark.parametrize(
+        "task, configs, parameters",
+        [
+            ("farthest_neighbor", ["d64_n4", "d16_n16"], SMALL),
+            ("convex_hull", [], SMALL),
+            ("memorization", ["package_text_l32"], {}),
+        ],
+        ids=["farthest", "hull", "memorization"],
+    )
+    def test_is_read_without_this_package(self, task, configs, parameters, tmp_path):
+        made = make_data(task, tmp_path / "made", configs, **parameters)
+        assert {path.name for path in tmp_path.iterdir()} == {"made"}
+        last = configs[-1] if configs else "n10"
+        builder = task_builder(task, last, **parameters)
+        report = json.loads(run_clean(reading(made.folder, last), tmp_path / "home"))
+        check_report(report, builder)
+
+    def test_the_card_says_what_is_inside(self, tmp_path):
+        made = make_data("farthest_neighbor", tmp_path / "made", ["d64_n16", "d64_n4"], license="cc0-1.0", **SMALL)
+        card = DatasetCard.load(Path(made.folder) / "README.md")
+        data = card.data.to_dict()
+        assert data["license"] == "cc0-1.0" and data["size_categories"] == ["n<1K"]
+        assert [entry["config_name"] for entry in data["configs"]] == ["d64_n16", "d64_n4"]
+        (splits,) = (info["splits"] for info in data["dataset_info"] if info["config_name"] == "d64_n4")
+        assert {split["name"]: split["num_examples"] for split in splits} == {
+            "train": 40,
+            "validation": 10,
+            "test": 10,
+        }
+        measured = baselines("farthest_neighbor", "d64_n16", **SMALL)
+        assert (
+            f"| own_token_and_mean_pool | {measured['own_token_and_mean_pool']['neighbor_error']:.4g} |" in card.text
+        )
+        for part in ("## How the labels are made", "## Citation", "2407.16153", "`points`", "dim 64, num_points 4"):
+            assert part in card.text
+        assert "\n\n\n" not in card.text
+
+    def test_the_snippet_on_the_card_runs(self, tmp_path):
+        make_data("sorting", tmp_path / "made", **SMALL)
+        snippet = (tmp_path / "made" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        code = BLOCKER + snippet + "\nprint(data['train'].num_rows, data['train'].column_names)"
+        assert run_clean(code, tmp_path / "home", cwd=tmp_path) == "40 ['input_ids', 'labels']"
+
+    def test_a_large_split_makes_several_files(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(publishing, "FILE_BYTES", 2_000_000)
+        make_data("farthest_neighbor", tmp_path / "made", num_examples=700, num_eval_examples=10)
+        names = sorted(path.name for path in (tmp_path / "made" / "d64_n16").glob("train*"))
+        assert names == [f"train-{number:05d}-of-00003.parquet" for number in range(3)]
+        from datasets import load_dataset
+
+        rows = load_dataset(str(tmp_path / "made"), "d64_n16", split="train", cache_dir=str(tmp_path / "cache"))
+        expected = task_builder("farthest_neighbor").sample("train", 700)["points"]
+        np.testing.assert_array_equal(rows.with_format("numpy")[:]["points"], expected)
+
+    def test_an_existing_folder_is_left_alone(self, tmp_path, monkeypatch):
+        folder = Path(make_data("sorting", tmp_path / "made", **SMALL).folder)
+        (folder / "note.txt").write_text("mine")
+        with pytest.raises(ValueError, match="exists already"):
+            make_data("sorting", folder, **SMALL)
+        assert (folder / "note.txt").exists()
+        make_data("sorting", folder, overwrite=True, **SMALL)
+        assert not (folder / "note.txt").exists()
+        (tmp_path / "thesis").mkdir()
+        with pytest.raises(ValueError, match="does not hold data of a task"):
+            make_data("sorting", tmp_path / "thesis", overwrite=True)
+        monkeypatch.chdir(folder)
+        with pytest.raises(ValueError, match="the folder you work in"):
+            make_data("sorting", ".", overwrite=True)
+        assert {path.name for path in tmp_path.iterdir()} == {"made", "thesis"}
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_what_fails_leaves_nothing_half_written(self, overwrite, tmp_path, monkeypatch):
+        if overwrite:
+            make_data("sorting", tmp_path / "made", **SMALL)
+            before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+        def fail(*arguments, **fields):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(publishing, "card_of", fail)
+        with pytest.raises(OSError, match="disk full"):
+            make_data("sorting", tmp_path / "made", overwrite=overwrite, seed=1, **SMALL)
+        assert [path.name for path in tmp_path.iterdir()] == (["made"] if overwrite else [])
+        if overwrite:
+            assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def test_configs_that_come_out_alike_are_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="two of the configs come out as 'd64_n8'"):
+            make_data("farthest_neighbor", tmp_path / "made", ["d64_n4", "d64_n16"], num_points=8)
+        assert not list(tmp_path.iterdir())
+
+
+class TestCommand:
+    def invoke(self, *arguments: str):
+        return CliRunner().invoke(cli.app, ["make-data", *arguments])
+
+    def test_help_has_an_example(self):
+        assert "Example: rankattn make-data" in self.invoke("--help").output
+
+    def test_json_names_rows_and_baselines(self, tmp_path):
+        options = [
+            "--dim",
+            "8",
+            "--num-points",
+            "4",
+            "--num-examples",
+            "30",
+            "--num-eval-examples",
+            "5",
+            "--seed",
+            "3",
+        ]
+        result = self.invoke("farthest_neighbor", "--out", str(tmp_path / "made"), "--json", *options)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert report["rows"] == {"d8_n4": {"train": 30, "validation": 5, "test": 5}} and report["pushed"] is None
+        assert report["baselines"]["d8_n4"]["zero"]["neighbor_error"] == pytest.approx(1, abs=1e-5)
+        assert Path(report["folder"]) == tmp_path / "made"
+
+    def test_a_text_of_ones_own(self, tmp_path):
+        (tmp_path / "text.txt").write_text("\n\n".join(f"Line number {i} of a poem." for i in range(20)))
+        out = ["--out", str(tmp_path / "made"), "--text-file", str(tmp_path / "text.txt"), "--max-length", "8"]
+        result = self.invoke("memorization", *out)
+        assert result.exit_code == 0 and "text_l8, 16 train, 2 validation, 2 test rows" in result.stdout.replace(
+            "\n", ""
+        )
+        assert "poem" not in (tmp_path / "made" / "README.md").read_text()
+
+    def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, monkeypatch, capsys):
+        for arguments, message in [
+            (["explode"], "there is no task 'explode'; the tasks are farthest_neighbor"),
+            (["sorting", "--dim", "3"], "sorting has no parameter 'dim'"),
+            (["farthest_neighbor", "--num-points", "1"], "`num_points` must be at least 2, got 1"),
+            (["sorting", "--push", "me/x"], "while HF_HUB_OFFLINE is set"),
+        ]:
+            monkeypatch.setattr(sys, "argv", ["rankattn", "make-data", *arguments, "--out", str(tmp_path / "made")])
+            with pytest.raises(SystemExit) as caught:
+                cli.main()
+            error = capsys.readouterr().err
+            assert caught.value.code == 2 and message in error and error.count("\n") == 1
+        assert not list(tmp_path.iterdir())
+
+
+class TestHub:
+    """Against a stand-in of the Hub's HTTP interface on loopback, through the real clients."""
+
+    @pytest.fixture
+    def hub(self):
+        with HubStandIn() as hub:
+            yield hub
+
+    def push(self, hub, folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "hf_rankattn", "make-data", *arguments, "--out", str(folder)]
+        sizes = ["--push", "user/tasks", "--num-examples", "40", "--num-eval-examples", "10"]
+        environment = {**os.environ, **hub.env(), **env}
+        return subprocess.run([*command, *sizes], capture_output=True, text=True, env=environment)
+
+    def test_what_is_pushed_is_what_was_written_and_loads_without_this_package(self, hub, tmp_path):
+        result = self.push(hub, tmp_path / "made", "farthest_neighbor", "--config", "d64_n4", "--config", "d16_n16")
+        assert result.returncode == 0, result.stderr[-2000:]
+        pushed = hub.files("user/tasks", "dataset")
+        for path in (tmp_path / "made").rglob("*.*"):
+            assert pushed[path.relative_to(tmp_path / "made").as_posix()] == path.read_bytes()
+        card = DatasetCard(pushed["README.md"].decode())
+        assert 'load_dataset("user/tasks", "d64_n4")' in card.text
+        env = hub.env()
+        report = run_clean(reading("user/tasks", "d16_n16"), Path(env.pop("HF_HOME")), **env)
+        check_report(json.loads(report), task_builder("farthest_neighbor", "d16_n16", **SMALL))
+        # a card that would hide d16_n16 is not pushed, and nothing is written
+        result = self.push(hub, tmp_path / "again", "farthest_neighbor", "--config", "d64_n4")
+        assert result.returncode == 2 and "other configs, which a new card would hide: d16_n16" in result.stderr
+        assert not (tmp_path / "again").exists() and hub.files("user/tasks", "dataset") == pushed
+
+    def test_a_wrong_token_is_one_line_before_anything_is_drawn(self, hub, tmp_path):
+        result = self.push(hub, tmp_path / "made", "sorting", HF_TOKEN="hf_wrong")
+        assert result.returncode == 2 and "401" in result.stderr and result.stderr.count("\n") <= 2
+        assert not list(tmp_path.iterdir())
