@@ -66,7 +66,7 @@ def load_checkpoint(
         model = AutoModel.from_config(config, dtype=DTYPES[dtype])
     else:
         # a pooler is not measured, and where a checkpoint has none its random weights cannot be offloaded
-        classes = AutoModel._model_mapping[type(config)].__mro__
+        classes = inspect.getmro(AutoModel._model_mapping[type(config)])  # type: ignore[arg-type]
         if any("add_pooling_layer" in inspect.signature(base.__init__).parameters for base in classes):
             options["add_pooling_layer"] = False
         model = load_weights(

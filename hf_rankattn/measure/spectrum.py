@@ -107,11 +107,9 @@ def cheap_metrics(maps: torch.Tensor, mask: torch.Tensor | None = None, steps: i
     maps, real = drop_padding(maps, mask)
     shape, size = maps.shape[:-2], maps.shape[-2] * maps.shape[-1]
     # in pieces, so that what is made on the way stays small beside the maps themselves
-    pieces = [
-        flat.split(max(1, PIECE // size))
-        for flat in (maps.reshape(-1, *maps.shape[-2:]), real.reshape(-1, real.shape[-1]))
-    ]
-    parts = [cheap_piece(*piece, steps) for piece in zip(*pieces, strict=True)]
+    count = max(1, PIECE // size)
+    pieces = maps.reshape(-1, *maps.shape[-2:]).split(count), real.reshape(-1, real.shape[-1]).split(count)
+    parts = [cheap_piece(piece, rows, steps) for piece, rows in zip(*pieces, strict=True)]
     return {name: torch.cat([part[name] for part in parts]).view(shape) for name in parts[0]}
 
 
