@@ -114,6 +114,11 @@ class TestCollapse:
                     torch.from_numpy(together), torch.from_numpy(alone.value.to_numpy().copy()), atol=2e-5, rtol=2e-4
                 )
 
+    def test_a_generator_serves_all_variants(self, ids):
+        model = medium(BERT, layers=2)
+        table = measure_collapse(model, ({"input_ids": row[None]} for row in ids))
+        assert table.groupby("variant").example.nunique().tolist() == [2] * 4
+
     def test_batches_lists_and_loaders_are_one(self, ids):
         model = medium(BERT, layers=2)
         rows = [{"input_ids": row, "labels": torch.tensor(0)} for row in ids]
@@ -481,6 +486,8 @@ class TestNonsense:
             measure_collapse(model, batch)
         with pytest.raises(ValueError, match="unknown variants"):
             measure_collapse(model, batch, ["san+magic"])
+        with pytest.raises(ValueError, match="must be a list of names, got 'san'"):
+            measure_collapse(model, batch, "san")
 
     def test_spoilt_weights(self):
         model = BERT.stock("Model")(BERT.stock_config()).eval()

@@ -79,16 +79,20 @@ def measure_collapse(
     """
     model = plain(model)
     family_of(model)
+    if isinstance(variants, str) or not variants:
+        raise ValueError(f"`variants` must be a list of names, got {variants!r}; there are {', '.join(VARIANTS)}.")
     if unknown := sorted(set(variants) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
-    base = base_of(model)
-    columns: dict[str, list] = {name: [] for name in ("variant", "layer", "example", "metric", "value")}
-    for variant in variants:
-        offset = 0
-        for batch in batches_of(base, inputs):
+    base, offset = base_of(model), 0
+    names = ("variant", "layer", "example", "metric", "value")
+    tables: dict[str, dict[str, list]] = {variant: {name: [] for name in names} for variant in variants}
+    # every batch is read once and measured in all variants, so a generator or a shuffling loader is as good as a list
+    for batch in batches_of(base, inputs):
+        mask = real_tokens(base, batch)
+        for variant, columns in tables.items():
             with evaluating(base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
                 recorder = LayerStates(model, stack)
-                recorder.mask = real_tokens(base, batch)
+                recorder.mask = mask
                 base(**batch)
             for layer, metrics in enumerate(recorder.rows):
                 for metric, values in metrics.items():
@@ -98,5 +102,6 @@ def measure_collapse(
                     columns["example"] += range(offset, offset + size)
                     columns["metric"] += [metric] * size
                     columns["value"] += values.cpu().double().tolist()
-            offset += size
-    return pd.DataFrame({"model": model.config.model_type, **columns})
+        offset += size
+    joined = {name: [entry for columns in tables.values() for entry in columns[name]] for name in names}
+    return pd.DataFrame({"model": model.config.model_type, **joined})
