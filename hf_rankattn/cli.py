@@ -5,7 +5,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
@@ -138,25 +138,28 @@ def measure(
     as_json: bool = Json,
 ) -> None:
     """Measure a checkpoint: do tokens stay apart, how much rank has attention, how much query-key rank is used."""
-    from .folders import check_replaceable
+    from .folders import fresh_folder
     from .processes import join_processes, leave_processes
     from .report.summary import findings
     from .survey import measure_checkpoint, write_survey
 
-    check_replaceable(out.resolve(), overwrite, "table.parquet", "measurements")
     first = join_processes(processes)
-    with progress_bar("measuring", "batches") as start_progress:
+    with ExitStack() as stack:
+        start_progress: Callable[[int], Callable[[], object]] = lambda total: lambda: None  # noqa: E731
+        if first:
+            folder = stack.enter_context(fresh_folder(out, overwrite, marker="table.parquet", what="measurements"))
+            start_progress = stack.enter_context(progress_bar("measuring", "batches"))
         table, facts = measure_checkpoint(
             model, text=text, dataset=dataset, split=split, column=column, random_inputs=random_inputs,
             examples=examples, length=length, batch_size=batch_size, metrics=metrics.value, random_init=random_init,
             variants=None if variants is None else [name.strip() for name in variants.split(",")], dtype=dtype.value,
             seed=seed, revision=revision, device_map=device_map, offload_folder=offload_folder,
-            start_progress=start_progress if first else lambda total: lambda: None,
+            start_progress=start_progress,
         )  # fmt: skip
-    leave_processes()
-    if not first:
-        return
-    files = write_survey(table, facts, out, overwrite)
+        leave_processes()
+        if not first:
+            return
+        files = write_survey(table, facts, folder)
     found = findings(table, facts)
     if as_json:
         print(json.dumps({"facts": facts, "findings": [entry.as_dict() for entry in found], "files": files}, indent=2))

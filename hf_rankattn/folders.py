@@ -21,8 +21,11 @@ def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str, wo
     """
     folder = Path(folder).resolve()
     check_replaceable(folder, overwrite, marker, what, word)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made: {error}.") from error
     try:
         yield staging
         if folder.exists():

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .folders import fresh_folder
 from .measure.rate import precision_floor
-from .probe import measure_attention, measure_collapse, measure_logits, measure_weights
-from .probe.architectures import family_of, layers_of
+from .probe import ablate, measure_attention, measure_collapse, measure_logits, measure_weights
+from .probe.architectures import base_of, family_of, layers_of
 from .probe.batches import longest, over_processes, real_tokens
 from .probe.collapse import VARIANTS
+from .probe.weights import PackedWeightsError
 from .texts import package_text
 
 
@@ -249,7 +249,10 @@ def survey(
     Under `torchrun` every process measures its share of the batches and returns the whole table, which is the same for
     any number of processes.
     """
-    variants = possible_variants(model) if variants is None else tuple(variants)
+    variants = possible_variants(model) if variants is None else tuple(dict.fromkeys(variants))
+    for variant in variants:  # what cannot be is said before anything is measured
+        with ablate(model, **VARIANTS[variant]):  # type: ignore[arg-type]
+            pass
     spectra = over_processes(lambda batch: measure_logits(model, batch, spectra=True), batches, progress)
     shares = spectra[spectra.metric == "energy_share"]
     shares = shares.groupby(["model", "layer", "head", "component", "metric"], as_index=False).value.mean()
@@ -266,8 +269,11 @@ def survey(
         ),
         "attention": over_processes(lambda batch: measure_attention(model, batch, metrics), batches, progress),
         "logits": pd.concat([spectra[spectra.metric != "energy_share"], shares]),
-        "weights": measure_weights(model, spectra=True),
     }
+    try:
+        parts["weights"] = measure_weights(model, spectra=True)
+    except PackedWeightsError as error:
+        logger.warning(f"no spectra of weights: {error}")
     progress()
     table = pd.concat([part.assign(question=question) for question, part in parts.items()], ignore_index=True)
     table["model"] = model.config.model_type
@@ -288,7 +294,7 @@ def token_counts(model: PreTrainedModel, batch: Batch) -> list[float]:
     first = next(iter(batch.values()))
     if "pixel_values" in batch:
         with torch.no_grad():
-            count = model.get_submodule("embeddings")(first[:1].to(model.device, model.dtype)).shape[1]
+            count = base_of(model).get_submodule("embeddings")(first[:1].to(model.device, model.dtype)).shape[1]
     else:
         count = first.shape[1] + (batch["queries"].shape[1] if "queries" in batch else 0)
     return [float(count)] * len(first)
@@ -316,20 +322,19 @@ def facts_of(model: PreTrainedModel, name: str, random_init: bool, **more) -> di
     }
 
 
-def write_survey(table: pd.DataFrame, facts: dict[str, Any], out: str | Path, overwrite: bool = False) -> list[str]:
-    """Write `table.parquet` and the figures to a new folder, all or nothing; returns the names of the files."""
+def write_survey(table: pd.DataFrame, facts: dict[str, Any], folder: Path) -> list[str]:
+    """Write `table.parquet` and the figures to a folder; returns the names of the files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from .report.plots import FIGURES
 
-    with fresh_folder(out, overwrite, marker="table.parquet", what="measurements") as folder:
-        arrow = pa.Table.from_pandas(table, preserve_index=False)
-        metadata = {**(arrow.schema.metadata or {}), b"hf_rankattn": json.dumps(facts).encode()}
-        pq.write_table(arrow.replace_schema_metadata(metadata), folder / "table.parquet")
-        for name, draw in FIGURES.items():
-            draw(table, facts).savefig(folder / f"{name}.png")
-        return sorted(path.name for path in folder.iterdir())
+    arrow = pa.Table.from_pandas(table, preserve_index=False)
+    metadata = {**(arrow.schema.metadata or {}), b"hf_rankattn": json.dumps(facts).encode()}
+    pq.write_table(arrow.replace_schema_metadata(metadata), folder / "table.parquet")
+    for name, draw in FIGURES.items():
+        draw(table, facts).savefig(folder / f"{name}.png")
+    return sorted(path.name for path in folder.iterdir())
 
 
 def measure_checkpoint(
@@ -368,13 +373,13 @@ def measure_checkpoint(
     model = load_checkpoint(name, random_init, dtype, seed, revision, device_map, offload_folder)
     if random_inputs:
         batches = random_batches(model.config, examples, length, batch_size, seed)
-    elif "input_ids" not in model.main_input_name:
+    elif getattr(model.config, "vocab_size", None) is None:
         raise ValueError(
             f"{name} reads {model.main_input_name}, not text: use --random-inputs, or measure on your own inputs from Python."
         )
     else:
         batches = text_batches(load_tokenizer(name, revision), texts, model.config, length, batch_size)
-    variants = possible_variants(model) if variants is None else tuple(variants)
+    variants = possible_variants(model) if variants is None else tuple(dict.fromkeys(variants))
     table = survey(model, batches, variants, metrics, start_progress(survey_steps(batches, len(variants))))
     facts = facts_of(
         model, name, random_init, source=source, examples=sum(len(next(iter(batch.values()))) for batch in batches),

@@ -4,7 +4,14 @@ import pytest
 import torch
 from testing_common import BERT
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_rankattn import RankCallback, measure_collapse
 
@@ -18,6 +25,12 @@ class Rows(Dataset):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0] > ids[1])}
 
 
+class Longer(Rows):
+    def __getitem__(self, index):
+        ids = torch.arange(5, 25)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": 0}
+
+
 class Reporter(TrainerCallback):
     """Stands where the integrations of `report_to` stand: it is told of logs, and knows of nothing else."""
 
@@ -28,7 +41,7 @@ class Reporter(TrainerCallback):
         self.seen.append((state.global_step, dict(logs)))
 
 
-def train(tmp_path, *callbacks, steps=6, **arguments):
+def train(tmp_path, *callbacks, steps=6, eval_dataset=None, **arguments):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
@@ -38,7 +51,7 @@ def train(tmp_path, *callbacks, steps=6, **arguments):
         output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, use_cpu=True, seed=0, **arguments,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
+    trainer = Trainer(model, arguments, train_dataset=Rows(), eval_dataset=eval_dataset, callbacks=list(callbacks))
     trainer.train()
     return trainer
 
@@ -64,6 +77,32 @@ def test_training_does_not_feel_it(tmp_path):
     plain = losses(train(tmp_path / "plain"))
     watched = losses(train(tmp_path / "watched", RankCallback(every=1, metrics=["effective_rank", "token_cosine"])))
     assert len(plain) == 6 and plain == watched
+
+
+def test_nor_does_it_where_the_inputs_are_a_loader(tmp_path):
+    rows = [{"input_ids": torch.randint(5, 40, (10,), generator=torch.Generator().manual_seed(i))} for i in range(4)]
+    plain = losses(train(tmp_path / "plain"))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
+    watched = losses(train(tmp_path / "watched", RankCallback(every=1, inputs=loader)))
+    assert plain == watched
+
+
+def test_the_kept_batch_is_one_of_training_not_of_an_evaluation_before(tmp_path):
+    callback = RankCallback(every=2, max_examples=4)
+    train(tmp_path, callback, eval_on_start=True, eval_strategy="no", eval_dataset=Longer())
+    assert callback.inputs["input_ids"].shape == (4, 10)
+
+
+def test_choices_are_texts_and_single_tokens_are_left_out():
+    callback = RankCallback()
+    model = BertForMultipleChoice(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))  # fmt: skip
+    callback.hook = model.register_forward_pre_hook(callback.keep_first_batch, with_kwargs=True)
+    ids = torch.randint(5, 40, (2, 3, 6))
+    mask = torch.ones_like(ids)
+    mask[0, 1, 1:] = 0
+    model(input_ids=ids, attention_mask=mask, labels=torch.zeros(2, dtype=torch.long))
+    assert callback.inputs["input_ids"].shape == (5, 6) and set(callback.inputs) == {"input_ids", "attention_mask"}
+    assert callback.measure(model)["rank/relative_residual"] > 0
 
 
 def test_given_inputs_are_measured_from_the_start_and_are_what_the_functions_give(tmp_path):

@@ -1,6 +1,9 @@
 """Ablation and collapse on real model classes, against the published behaviour and against surgery by hand."""
 
+import copy
+import pickle
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -28,6 +31,8 @@ from transformers import (
     LlamaModel,
     MambaConfig,
     MambaModel,
+    MistralConfig,
+    MistralModel,
     RobertaConfig,
     RobertaModel,
     T5Config,
@@ -102,7 +107,7 @@ class TestCollapse:
 
     def test_padding_changes_nothing(self):
         for family in FAMILIES:
-            model = family.rank("Model")(family.rank_config(qk_rank=3)).eval()
+            model = family.rank("Model")(family.rank_config(qk_rank=3)).double().eval()
             batch = tiny_inputs(family, "Model")
             padded = measure_collapse(model, batch)
             for example, real in enumerate(batch["attention_mask"].bool()):
@@ -111,8 +116,25 @@ class TestCollapse:
                 )
                 together = padded[padded.example == example].value.to_numpy().copy()
                 torch.testing.assert_close(
-                    torch.from_numpy(together), torch.from_numpy(alone.value.to_numpy().copy()), atol=2e-5, rtol=2e-4
+                    torch.from_numpy(together), torch.from_numpy(alone.value.to_numpy().copy()), atol=1e-6, rtol=1e-6
                 )
+
+    def test_a_shuffling_loader_gives_all_variants_the_same_texts(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        rows = [{"input_ids": torch.randint(5, 40, (9,))} for _ in range(6)]
+        table = measure_collapse(model, torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
+        inputs = table[(table.layer == 0) & (table.metric == "relative_residual")]
+        assert inputs.groupby("example").value.nunique().tolist() == [1] * 6
+
+    def test_the_other_mask_of_xlnet_and_masks_that_are_none(self):
+        model = XLNET.stock("Model")(XLNET.stock_config()).double().eval()
+        ids, mask = torch.randint(5, 40, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+        mask[1, 6:] = 0
+        one = measure_collapse(model, {"input_ids": ids, "attention_mask": mask}, ["san"])
+        other = measure_collapse(model, {"input_ids": ids, "input_mask": 1.0 - mask}, ["san"])
+        torch.testing.assert_close(torch.tensor(one.value.to_numpy()), torch.tensor(other.value.to_numpy()))
+        with pytest.raises(ValueError, match=r"must be \(batch, n\), 1 for tokens"):
+            measure_collapse(model, {"input_ids": ids, "attention_mask": mask[:, None, None]}, ["san"])
 
     def test_a_generator_serves_all_variants(self, ids):
         model = medium(BERT, layers=2)
@@ -321,6 +343,68 @@ class TestAblate:
             cut = model(**batch, output_hidden_states=True).hidden_states
         assert torch.equal(cut[2], whole[2]) and not torch.equal(cut[3], whole[3])
 
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    def test_what_is_gone_as_a_whole_is_gone_in_any_order(self, family):
+        model = family.stock("Model")(family.stock_config()).eval()
+        batch = tiny_inputs(family, "Model")
+
+        def output(*blocks):
+            with ExitStack() as stack, torch.no_grad():
+                for block in blocks:
+                    stack.enter_context(ablate(model, **block))
+                return model(**batch).last_hidden_state
+
+        mlp = output({"mlp": True})
+        assert torch.equal(mlp, output({"mlp": True, "mlp_skip": True})) and bool(mlp.abs().sum() > 0)
+        assert torch.equal(mlp, output({"mlp_skip": True}, {"mlp": True}))
+        both = output({"mlp": True, "norm": True})
+        assert torch.equal(both, output({"mlp": True}, {"norm": True}))
+        assert torch.equal(both, output({"norm": True}, {"mlp": True}))
+        parts = [{"mlp": True, "layers": [layer]} for layer in range(model.config.num_hidden_layers)]
+        assert torch.equal(mlp, output(*parts))
+
+    def test_compiled_layers_are_run_as_written(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        batch = tiny_inputs(BERT, "Model")
+        expected = measure_collapse(model, batch, ["san"])
+        for layer in model.encoder.layer:
+            layer.compile(backend="eager")
+        with torch.no_grad():
+            model(**batch)
+        seen = measure_collapse(model, batch, ["san"])
+        assert (expected.value == seen.value).all() and model.encoder.layer[0]._compiled_call_impl is not None
+        with pytest.raises(ValueError, match="compiled code does not see what is removed"):
+            with ablate(torch.compile(model, backend="eager"), mlp=True):
+                pass
+
+    def test_gradient_checkpointing_recomputes_what_was_run(self):
+        model = BERT.stock("Model")(
+            BERT.stock_config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        ).train()
+        batch = tiny_inputs(BERT, "Model")
+
+        def gradient():
+            model.zero_grad()
+            with ablate(model, attention_skip=True, layers=[0, 2]):
+                model(**batch).last_hidden_state.square().sum().backward()
+            return model.encoder.layer[0].attention.self.value.weight.grad.clone()
+
+        plain = gradient()
+        model.gradient_checkpointing_enable()
+        torch.testing.assert_close(gradient(), plain)
+
+    def test_a_copy_made_meanwhile_is_whole(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        batch = tiny_inputs(BERT, "Model")
+        with torch.no_grad(), ablate(model, attention_skip=True, mlp=True):
+            copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+            removed = model(**batch).last_hidden_state
+        with torch.no_grad():
+            whole = model(**batch).last_hidden_state
+            assert not torch.equal(whole, removed)
+            assert torch.equal(copied(**batch).last_hidden_state, whole)
+            assert torch.equal(pickled(**batch).last_hidden_state, whole)
+
     def test_two_threads_on_one_model_are_refused(self):
         model = BERT.stock("Model")(BERT.stock_config()).eval()
         caught = []
@@ -335,7 +419,7 @@ class TestAblate:
         with ablate(model, attention_skip=True):
             thread = threading.Thread(target=other)
             thread.start(), thread.join()
-        assert caught and "another thread is ablating this model" in caught[0]
+        assert caught and "another thread is measuring or ablating this model" in caught[0]
         with ablate(model, mlp=True):
             pass
 
@@ -489,6 +573,20 @@ class TestNonsense:
         with pytest.raises(ValueError, match="must be a list of names, got 'san'"):
             measure_collapse(model, batch, "san")
 
+    def test_adapters_are_not_passed_over(self):
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        query = model.encoder.layer[0].attention.self.query
+        query.base_layer = torch.nn.Identity()
+        with pytest.raises(ValueError, match="has an adapter beside its weights: merge it first"):
+            measure_weights(model)
+
+    def test_a_sliding_window_is_not_compared_with_the_whole_past(self):
+        config = MistralConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, sliding_window=4)  # fmt: skip
+        model = MistralModel(config).eval()
+        names = [set(measure_attention(model, {"input_ids": torch.arange(1, n)[None]}).metric) for n in (12, 5)]
+        assert not any("content_free" in name for name in names[0])
+        assert any("content_free" in name for name in names[1])
+
     def test_spoilt_weights(self):
         model = BERT.stock("Model")(BERT.stock_config()).eval()
         with torch.no_grad():
@@ -506,6 +604,11 @@ class TestNonsense:
         with pytest.raises(ValueError, match="the model has layers 0 to 2, got"):
             with ablate(model, mlp=True, layers=[3]):
                 pass
+        with pytest.raises(ValueError, match="must be True, False or 'identity_trick', got 'identity-trick'"):
+            with ablate(model, mlp="identity-trick"):
+                pass
+        with pytest.raises(ValueError, match="cross-attention is not measured"):
+            measure_collapse(model, {**tiny_inputs(BERT, "Model"), "encoder_hidden_states": torch.ones(2, 3, 32)})
         with pytest.raises(ValueError, match="`identity_trick` cannot be removed from BERT"):
             with ablate(model, mlp="identity_trick"):
                 pass
@@ -514,7 +617,10 @@ class TestNonsense:
         model = BERT.stock("Model")(BERT.stock_config()).eval()
         batch = tiny_inputs(BERT, "Model")
         plain = measure_collapse(model, batch, ["san"])
-        compiled = measure_collapse(torch.compile(model, backend="eager"), batch, ["san"])
+        wrapped = torch.compile(model, backend="eager")
+        with torch.no_grad():
+            wrapped(**batch)
+        compiled = measure_collapse(wrapped, batch, ["san"])
         assert (plain.value == compiled.value).all()
 
     def test_the_mode_of_the_model_is_restored(self):

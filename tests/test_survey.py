@@ -142,7 +142,7 @@ class TestCommand:
 
     def test_two_processes_give_the_table_of_one(self, checkpoint, tmp_path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        options = [str(checkpoint), "--metrics", "cheap", "--examples", "5", "--length", "24", "--batch-size", "2"]
+        options = [str(checkpoint), "--metrics", "full", "--examples", "5", "--length", "24", "--batch-size", "2"]
         environment = {**__import__("os").environ, "OMP_NUM_THREADS": "1"}
         for name, command, count in (("one", [sys.executable], "1"), ("two", torchrun, "2")):
             full = [
@@ -160,6 +160,10 @@ class TestCommand:
             assert result.returncode == 0, result.stderr
         one, two = (pd.read_parquet(tmp_path / name / "table.parquet") for name in ("one", "two"))
         pd.testing.assert_frame_equal(one, two, check_exact=True)
+
+    def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(self, checkpoint, tmp_path):
+        (tmp_path / "file").write_text("")
+        assert "cannot be made" in refused(checkpoint, "--out", tmp_path / "file" / "x")
 
     def test_a_promise_of_processes_is_checked(self, checkpoint, tmp_path):
         assert "2 processes were promised and 1 are running" in refused(
@@ -316,6 +320,7 @@ class TestBigModels:
 
         with pytest.raises(ValueError, match="are quantised, and packed integers have no spectrum"):
             measure_weights(quantised)
+        assert set(survey(quantised, [batch]).question) == {"inputs", "collapse", "attention", "logits"}
 
 
 class TestReport:

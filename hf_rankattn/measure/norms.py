@@ -46,4 +46,5 @@ def composite_norm(x: torch.Tensor) -> torch.Tensor:
 
 def norm_of_sizes(sizes: torch.Tensor) -> torch.Tensor:
     """[`composite_norm`] from absolute values."""
-    return (sizes.sum(-2).amax(-1) * sizes.sum(-1).amax(-1)).sqrt()
+    # roots first: the product of two norms leaves the range of floats sooner than the norms do
+    return sizes.sum(-2).amax(-1).sqrt() * sizes.sum(-1).amax(-1).sqrt()

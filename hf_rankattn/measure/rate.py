@@ -8,9 +8,12 @@ from typing import Literal, NamedTuple
 import torch
 
 
-Kind = Literal["doubly_exponential", "geometric", "none"]
+Kind = Literal["doubly_exponential", "geometric", "unclear", "none"]
 SLOWEST = 0.8  # a mean factor above this is drift, not collapse
-BETWEEN = 1.8  # steps that grow by more than this are nearer to 3 than to 1, on a logarithmic scale
+# With s_l = -log e_l, s_{l+1} = a s_l + b: a = 1 is a constant factor a layer, and any a above 1 is doubly exponential. A fit of
+# a few noisy layers needs some room above 1.
+FASTER = 1.35
+SINGLE = 1e-8  # no residual of float32 states stays below this unless it is zero
 
 
 class CollapseRate(NamedTuple):
@@ -25,8 +28,9 @@ class CollapseRate(NamedTuple):
 
 
 def precision_floor(dtype: torch.dtype) -> float:
-    """Where the relative residual of exactly equal tokens ends up by rounding."""
-    return 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    """Where the relative residual of tokens that should be equal ends up by rounding, about; half precision may end lower."""
+    eps = torch.finfo(dtype).eps
+    return eps / 4 if dtype in (torch.float16, torch.bfloat16) else 2 * eps
 
 
 def collapse_rate(values: torch.Tensor | Sequence[float], floor: float | None = None) -> CollapseRate:
@@ -34,16 +38,18 @@ def collapse_rate(values: torch.Tensor | Sequence[float], floor: float | None = 
 
     Args:
         values (`torch.Tensor` of shape `(layers + 1,)`): Relative residuals from the embeddings to the last layer.
-        floor (`float`, *optional*): The precision floor; by default that of the dtype (float64 for a list).
+        floor (`float`, *optional*):
+            The precision floor, by default that of the dtype of a tensor. For a list it is that of float64, or of float32
+            where no value but zero is below 1e-8, as none is if the states were float32; see [`precision_floor`].
 
-    Everything from the first value within ten times the floor on is left out. With `s_l = -log e_l`, the growth of the
-    steps `s_{l+1} - s_l` tells the regime: steps that grow threefold are the doubly exponential collapse of attention
-    without skips, constant steps are geometric collapse.
+    Everything from the first value within ten times the floor on is left out. With `s_l = -log e_l`, a line is fitted to
+    `s_{l+1}` against `s_l`. Its slope is the exponent: 3 for the collapse of attention without skips, 1 for a constant factor
+    a layer.
 
     Returns:
-        [`CollapseRate`]: `exponent`, the median growth of a step (3 for pure attention, 1 for geometric collapse, NaN
-        without collapse); `kind`; `factor`, by which a layer multiplies the residual in the mean; how many values were
-        `used`; `at_least`, whether the floor came so early that the last step, and with it the exponent, is known from
+        [`CollapseRate`]: `exponent`, the slope (NaN without collapse); `kind`, which is `"unclear"` where there is collapse
+        but fewer than three values to fit; `factor`, by which a layer multiplies the residual in the mean; how many values
+        were `used`; `at_least`, whether the floor came so early that the last value, and with it the exponent, is known from
         below only; and the `floor`.
 
     >>> collapse_rate([0.5 ** (3**k) for k in range(4)]).kind
@@ -58,20 +64,21 @@ def collapse_rate(values: torch.Tensor | Sequence[float], floor: float | None = 
         raise ValueError(f"`values` must be one series of at least two layers, got shape {tuple(series.shape)}.")
     if not bool((torch.isfinite(series) & (series >= 0)).all()):
         raise ValueError("`values` must be finite and not negative: a residual that is NaN or Inf has no rate.")
-    floor = precision_floor(series.dtype) if floor is None else floor
     numbers = series.double().tolist()
+    if floor is None:
+        single = not isinstance(values, torch.Tensor) and all(value == 0 or value > SINGLE for value in numbers)
+        floor = precision_floor(torch.float32 if single else series.dtype)
     used = next((layer for layer, value in enumerate(numbers) if value <= 10 * floor), len(numbers))
     depths = [-math.log(value) for value in numbers[:used]]
     at_least = used < 3 and used < len(numbers)
     if at_least:
         depths.append(-math.log(10 * floor))
-    steps = [after - before for before, after in zip(depths, depths[1:], strict=False)]
-    factor = math.exp((depths[0] - depths[-1]) / len(steps)) if steps else math.nan
-    if not steps or factor > SLOWEST:
+    steps = len(depths) - 1
+    factor = math.exp((depths[0] - depths[-1]) / steps) if steps > 0 else math.nan
+    if steps < 1 or factor > SLOWEST:
         return CollapseRate(math.nan, "none", factor, used, at_least, floor)
-    # with enough layers the first is left out: it starts from embeddings, not from the output of a layer like itself
-    settled = steps[1:] if len(steps) > 2 else steps
-    growth = [after / before for before, after in zip(settled, settled[1:], strict=False) if before > 0]
-    exponent = statistics.median(growth) if growth else math.nan
-    doubly = exponent > (1.0 if at_least else BETWEEN)
-    return CollapseRate(exponent, "doubly_exponential" if doubly else "geometric", factor, used, at_least, floor)
+    if steps < 2:
+        return CollapseRate(math.nan, "unclear", factor, used, at_least, floor)
+    exponent = statistics.linear_regression(depths[:-1], depths[1:]).slope
+    kind: Kind = "doubly_exponential" if exponent > FASTER else "geometric"
+    return CollapseRate(exponent, kind, factor, used, at_least, floor)

@@ -120,13 +120,15 @@ def cheap_piece(maps: torch.Tensor, real: torch.Tensor, steps: int) -> dict[str,
     vector = real.to(maps.dtype)
     for _ in range(steps):
         image = (vector[:, None, :] @ gram)[:, 0]  # the Gram matrix is symmetric, and rows are several times faster
-        vector = image / image.amax(-1, keepdim=True)
+        # positive throughout, or nothing is certified; what underflows has no part in the largest value
+        vector = (image / image.amax(-1, keepdim=True)).clamp(min=1e-18) * real
     image = (vector[:, None, :] @ gram)[:, 0]
     rayleigh = (vector * image).sum(-1) / vector.square().sum(-1)
     ratios = torch.where(real, image / vector, -torch.inf)
+    rounding = 2 * maps.shape[-1] ** 0.5 * torch.finfo(maps.dtype).eps
     return {
         "stable_rank": trace / rayleigh,
-        "stable_rank_error": (ratios.amax(-1) / rayleigh - 1).clamp(min=0),
+        "stable_rank_error": (ratios.amax(-1) / rayleigh - 1).clamp(min=0) + rounding,
         "participation_ratio": trace.square() / torch.linalg.vector_norm(gram, dim=(-2, -1)).square(),
         "argmax_coverage": coverage_of(maps, real),
         "row_entropy": entropy_of(maps, real),
@@ -155,4 +157,7 @@ def factor_spectrum(
         key = drop_rows(key - key.sum(-2, keepdim=True) / count, mask)
     with one_thread(query):
         left, right = (torch.linalg.qr(factor, mode="r").R for factor in (query, key))
-        return torch.linalg.svdvals(left @ right.transpose(-1, -2))
+        singular = torch.linalg.svdvals(left @ right.transpose(-1, -2))
+    return torch.nn.functional.pad(
+        singular, (0, query.shape[-1] - singular.shape[-1])
+    )  # with fewer rows than r, zeros

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -22,25 +22,46 @@ from .architectures import (
     layers_of,
     submodule,
 )
-from .batches import plain
+from .batches import owned, plain, uncompiled
 
 
-_owners: "weakref.WeakKeyDictionary[nn.Module, list[int]]" = weakref.WeakKeyDictionary()
-_owners_lock = threading.Lock()
+# What is removed where, in the order in which hooks are put on: what removes the whole sublayer has the last word.
+ORDER = ("norm", "attention_skip", "mlp_skip", "identity_trick", "mlp")
+Removed = dict[str, set[int]]
+
+
+class Hook:
+    """A hook that stays with its model: a copy of the model, made while parts are away, is whole."""
+
+    def __init__(self, call: Callable):
+        self.call = call
+
+    def __call__(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        return nothing
+
+    def __reduce__(self):
+        return no_hook, ()
+
+
+def nothing(*args, **kwargs) -> None:
+    """The hook of a copy."""
+
+
+def no_hook() -> Callable:
+    return nothing
 
 
 class Depth:
-    """Which layer is running: shared modules run several times in one forward pass."""
+    """Which layer is running, where one module runs several times in one forward pass."""
 
     def __init__(self, base: nn.Module, layers: list[nn.Module], stack: ExitStack):
         self.layer = -1
-        self.hook(stack, base.register_forward_pre_hook(self.start, prepend=True))
+        stack.callback(base.register_forward_pre_hook(Hook(self.start), prepend=True).remove)
         for layer in dict.fromkeys(layers):
-            self.hook(stack, layer.register_forward_pre_hook(self.enter, prepend=True))
-
-    @staticmethod
-    def hook(stack: ExitStack, handle) -> None:
-        stack.callback(handle.remove)
+            stack.callback(layer.register_forward_pre_hook(Hook(self.enter), prepend=True).remove)
 
     def start(self, module, args) -> None:
         self.layer = -1
@@ -53,7 +74,7 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def install(edit: Edit, layer: nn.Module, active, stack: ExitStack) -> None:
+def install(edit: Edit, layer: nn.Module, active: Callable[[], bool], stack: ExitStack) -> None:
     """Put the hooks of one edit on one layer; they act while `active()` says so."""
     targets = [edit.source, edit.target] if isinstance(edit, Feed | Return) else [edit.module]
     modules = [submodule(layer, path) for path in targets]
@@ -83,36 +104,56 @@ def install(edit: Edit, layer: nn.Module, active, stack: ExitStack) -> None:
             return args[edit.argument]
         if isinstance(edit, ZeroOutput):
             return torch.zeros_like(output)
+        assert isinstance(edit, Return)
         function = submodule(layer, edit.function) if edit.function else None
         return last.pop("output") if function is None else function(last.pop("output"))
 
     if isinstance(edit, Feed | Return):
         source = modules[0]
         assert source is not None
-        stack.callback(source.register_forward_hook(remember).remove)
+        stack.callback(source.register_forward_hook(Hook(remember)).remove)
     if isinstance(edit, Feed | ZeroInput):
-        stack.callback(module.register_forward_pre_hook(replace_argument, with_kwargs=True).remove)
+        stack.callback(module.register_forward_pre_hook(Hook(replace_argument), with_kwargs=True).remove)
     else:
-        assert isinstance(edit, PassInput | Return | ZeroOutput)
-        stack.callback(module.register_forward_hook(replace_output).remove)
+        stack.callback(module.register_forward_hook(Hook(replace_output)).remove)
 
 
-@contextmanager
-def owned(model: nn.Module) -> Iterator[None]:
-    """Let one thread at a time ablate a model; the same thread may do so again inside."""
-    thread = threading.get_ident()
-    with _owners_lock:
-        owners = _owners.setdefault(model, [])
-        if owners and owners[-1] != thread:
-            raise ValueError(
-                "another thread is ablating this model: hooks of both would mix. Use a copy of the model."
-            )
-        owners.append(thread)
-    try:
-        yield
-    finally:
-        with _owners_lock:
-            owners.pop()
+class Ablations:
+    """All that is removed from one model now: blocks inside of blocks remove what each of them names."""
+
+    def __init__(self) -> None:
+        self.requests: list[Removed] = []
+        self.hooks = ExitStack()
+
+    def union(self) -> Removed:
+        removed: Removed = {
+            name: set().union(*(request.get(name, set()) for request in self.requests)) for name in ORDER
+        }
+        for name in ("mlp_skip", "identity_trick"):  # parts of what is gone as a whole
+            removed[name] -= removed["mlp"]
+        return removed
+
+    def reinstall(self, model: PreTrainedModel) -> None:
+        self.hooks.close()
+        family, applied = family_of(model), layers_of(model)
+        removed = {name: layers for name, layers in self.union().items() if layers}
+        shared = len(set(applied)) < len(applied)
+        depth = Depth(base_of(model), applied, self.hooks) if shared and removed else None
+        for index, layer in enumerate(dict.fromkeys(applied)):
+            for name, wanted in removed.items():
+                for edit in family.edits[name]:
+                    install(edit, layer, running(wanted, index, depth, len(applied)), self.hooks)
+
+
+def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Callable[[], bool]:
+    """Whether the layer that runs is a wanted one; only a module that runs several times has to count for that."""
+    if depth is None or len(wanted) == count:
+        return lambda: depth is not None or index in wanted
+    return lambda: depth.layer in wanted
+
+
+_ablations: "weakref.WeakKeyDictionary[nn.Module, Ablations]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -136,14 +177,20 @@ def ablate(
         norm (`bool`, *optional*): Remove the norms of the layers.
         layers (`Collection[int]`, *optional*): The layers to change, counted as they run; all by default.
 
-    Parts are removed by zeroing or capturing on submodules, never by subtracting what was added.
+    Parts are removed by zeroing or capturing on submodules, never by subtracting what was added. Blocks may stand in each
+    other, in any order. The model itself is changed while the block is open, for whoever runs it.
     """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "compiled code does not see what is removed: ablate the module that was compiled (model._orig_mod) and run that."
+        )
     model = plain(model)
     family, applied = family_of(model), layers_of(model)
     wanted = set(range(len(applied)) if layers is None else layers)
     if foreign := sorted(wanted - set(range(len(applied)))):
         raise ValueError(f"the model has layers 0 to {len(applied) - 1}, got {foreign}.")
-    # the MLP comes last: where it shares a module with a norm, what removes the whole sublayer has the last word
+    if mlp not in (True, False, "identity_trick"):
+        raise ValueError(f"`mlp` must be True, False or 'identity_trick', got {mlp!r}.")
     switches = {"norm": norm, "attention_skip": attention_skip, "mlp_skip": mlp_skip, "mlp": mlp}
     names = ["identity_trick" if value == "identity_trick" else name for name, value in switches.items() if value]
     for name in names:
@@ -153,10 +200,14 @@ def ablate(
             raise ValueError(f"`{name}` cannot be removed from {family.name}: {reason}. What can be: {can}.")
     if names and model.config.chunk_size_feed_forward:
         raise ValueError("set config.chunk_size_feed_forward to 0 first: a layer in chunks has no one MLP to remove.")
-    with owned(model), ExitStack() as stack:
-        depth = Depth(base_of(model), applied, stack)
-        for layer in dict.fromkeys(applied):
-            for name in names:
-                for edit in family.edits[name]:
-                    install(edit, layer, lambda: depth.layer in wanted, stack)
-        yield model
+    base, request = base_of(model), dict.fromkeys(names, wanted)
+    with owned(base), uncompiled(base):
+        with _lock:
+            active = _ablations.setdefault(base, Ablations())
+        active.requests.append(request)
+        try:
+            active.reinstall(model)
+            yield model
+        finally:
+            active.requests.remove(request)
+            active.reinstall(model)

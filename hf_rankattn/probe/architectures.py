@@ -144,13 +144,23 @@ def xlnet_logits(attention, record: Callable, stack: ExitStack) -> None:
     """XLNet's attention is its own: the content term, `q + r_w_bias` against k, (n, batch, heads, r) each."""
     core = attention.rel_attn_core
     normed = getattr(attention, "log_temperature", None) is not None
+    shown = False
+
+    def enter(*_):
+        nonlocal shown
+        shown = False
 
     def rel_attn_core(q_head, k_head_h, *args, **kwargs):
+        nonlocal shown
+        if shown:  # the second stream reads the keys of the first
+            return core(q_head, k_head_h, *args, **kwargs)
+        shown = True
         query, key = (unit_norm(q_head), unit_norm(k_head_h)) if normed else (q_head, k_head_h)
         query, key = ((query + attention.r_w_bias).permute(1, 2, 0, 3), key.permute(1, 2, 0, 3))
         record(query * attention.scale, key)
         return core(q_head, k_head_h, *args, **kwargs)
 
+    stack.callback(attention.register_forward_pre_hook(enter).remove)
     attention.rel_attn_core = rel_attn_core
     stack.callback(delattr, attention, "rel_attn_core")
 

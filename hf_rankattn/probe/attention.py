@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..measure import cheap_metrics, spectral_metrics
 from .architectures import base_of, family_of, layers_of, submodule
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens
+from .batches import Inputs, batches_of, evaluating, plain, real_tokens, run
 
 
 MEASURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"cheap": cheap_metrics, "full": spectral_metrics}
@@ -45,6 +45,7 @@ class LayerMaps:
     def __init__(self, model: PreTrainedModel, metrics: str, mask: torch.Tensor | None, stack: ExitStack):
         self.family, self.metrics, self.mask = family_of(model), metrics, mask
         self.causal = self.family.causal(model.config)
+        self.window = getattr(model.config, "sliding_window", None)
         self.rows: list[dict[str, torch.Tensor]] = []
         self.fresh = True
         for layer in dict.fromkeys(layers_of(model)):
@@ -78,7 +79,8 @@ class LayerMaps:
         values = MEASURES[self.metrics](maps.detach(), mask)
         if not all(bool(torch.isfinite(value).all()) for value in values.values()):
             raise ValueError(f"the maps of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
-        if self.causal:
+        # a sliding window has a content-free map of its own
+        if self.causal and not (self.window and self.window < maps.shape[-1]):
             lengths = [maps.shape[-1]] * len(maps) if self.mask is None else self.mask.bool().sum(-1).tolist()
             references = [content_free(length, self.metrics) for length in lengths]
             for name in [name for name in RELATIVE if name in values]:
@@ -100,7 +102,7 @@ def measure_attention(
             ([`cheap_metrics`]), and gives the error of its stable rank as a metric of its own.
 
     Causal maps have rank even where they look at no content, so for causal models each rank metric is also given as a
-    multiple of that of the content-free map, under the name `..._over_content_free`.
+    multiple of that of the content-free map, under the name `..._over_content_free` (not where a sliding window cuts).
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
     """
@@ -113,7 +115,9 @@ def measure_attention(
         mask = real_tokens(base, batch)
         with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
             recorder = LayerMaps(model, metrics, mask, stack)
-            base(**batch)
+            run(base, batch)
+        if len(recorder.rows) != len(layers_of(model)):
+            raise ValueError(f"{len(recorder.rows)} of the {len(layers_of(model))} layers showed their maps.")
         for layer, values in enumerate(recorder.rows):
             examples, heads = next(iter(values.values())).shape
             index = pd.MultiIndex.from_product(

@@ -1,6 +1,8 @@
 """What the probe is fed: one batch, a list of batches or a DataLoader, on the device of the model."""
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +41,8 @@ def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, tor
                 f"a batch must be a dict of tensors such as a tokenizer returns, got a {type(batch).__name__}."
             )
         kept = {name: value for name, value in batch.items() if name in accepted and value is not None}
+        if "encoder_hidden_states" in kept:
+            raise ValueError("cross-attention is not measured: leave `encoder_hidden_states` away.")
         if not kept:
             raise ValueError(f"no entry of the batch is an input of {type(model).__name__}: got {', '.join(batch)}.")
         if lists := [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]:
@@ -52,6 +56,8 @@ def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, tor
 def longest(config) -> int | None:
     """How many tokens the position table of a model has room for."""
     limit = getattr(config, "max_position_embeddings", None)
+    if getattr(config, "position", None) == "none":
+        return None
     if limit is None or limit < 1:  # XLNet's is -1: positions that are relative have no end
         return None
     if config.model_type in ("roberta", "xlm-roberta"):
@@ -62,6 +68,12 @@ def longest(config) -> int | None:
 def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The mask of a batch, 1 for tokens, or None where nothing is padded; refuses what has nothing to measure."""
     mask = batch.get("attention_mask")
+    if mask is None and "input_mask" in batch:  # XLNet's other mask, in which 1 is padding
+        mask = 1 - batch["input_mask"].long()
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(
+            f"`attention_mask` must be (batch, n), 1 for tokens and 0 for padding, got {tuple(mask.shape)}."
+        )
     tokens = next((batch[name] for name in ("input_ids", "points", "inputs_embeds") if name in batch), None)
     if tokens is not None:
         limit = longest(model.config)
@@ -87,15 +99,59 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module goes back to the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    """Evaluation mode without gradients, by one thread; every module goes back to the mode it was in."""
+    with owned(model), uncompiled(model):
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def run(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> None:
+    """One forward pass for its hooks alone: whatever the config says, it keeps no maps, no states and no cache."""
+    unwanted = {"output_attentions": False, "output_hidden_states": False}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        unwanted["use_cache"] = False
+    model(**{**batch, **unwanted})
+
+
+_owners: "weakref.WeakKeyDictionary[nn.Module, list[int]]" = weakref.WeakKeyDictionary()
+_owners_lock = threading.Lock()
+
+
+@contextmanager
+def owned(model: nn.Module) -> Iterator[None]:
+    """Let one thread at a time probe a model; the same thread may do so again inside."""
+    thread = threading.get_ident()
+    with _owners_lock:
+        owners = _owners.setdefault(model, [])
+        if owners and owners[-1] != thread:
+            raise ValueError(
+                "another thread is measuring or ablating this model: hooks of both would mix. Use a copy of the model."
+            )
+        owners.append(thread)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        with _owners_lock:
+            owners.pop()
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run modules that were compiled in place (`module.compile()`) as they are written: compiled code misses new hooks."""
+    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def over_processes(

@@ -66,32 +66,44 @@ class RankCallback(TrainerCallback):
         if unknown := [name for name in metrics if name not in KNOWN]:
             raise ValueError(f"unknown metrics {unknown}; there are {', '.join(KNOWN)}.")
         self.every, self.metrics, self.per_layer, self.max_examples = every, tuple(metrics), per_layer, max_examples
-        self.given = inputs
-        self.inputs = inputs
+        # read once: a loader would draw a random number whenever it is read, and a generator is read only once
+        with torch.random.fork_rng(devices=[]):
+            self.given = [inputs] if isinstance(inputs, Mapping) else None if inputs is None else list(inputs)
+        self.inputs: Inputs | None = self.given
         self.last_step = -1
         self.handler: CallbackHandler | None = None
         self.hook: Any = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.handler, self.last_step, self.inputs = calling_handler(), -1, self.given
-        if self.inputs is None:
-            self.hook = plain(model).register_forward_pre_hook(self.keep_first_batch, with_kwargs=True)
-        else:
+        if self.inputs is not None:
             self.log(args, state, control, model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        # not before: an evaluation may come first
+        if self.inputs is None and self.hook is None:
+            self.hook = plain(model).register_forward_pre_hook(self.keep_first_batch, with_kwargs=True)
 
     def keep_first_batch(self, module, args, kwargs) -> None:
         names = [name for name in inspect.signature(module.forward).parameters if name not in ("self", "kwargs")]
         batch: Mapping[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        self.inputs = {
-            name: value[: self.max_examples].detach().clone()
-            for name, value in batch.items()
-            if isinstance(value, torch.Tensor) and value.ndim
+        tensors = {
+            name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim
         }
+        if tensors.get("input_ids", torch.empty(0)).ndim == 3:  # choices are texts of their own
+            tensors = {name: value.flatten(0, 1) for name, value in tensors.items() if value.ndim == 3}
+        mask = tensors.get("attention_mask")
+        if mask is not None and mask.ndim == 2:
+            enough = mask.bool().sum(-1) > 1  # one token has no others to be equal to
+            tensors = {name: value[enough] for name, value in tensors.items() if len(value) == len(enough)}
+        if not all(len(value) for value in tensors.values()):
+            return
+        self.inputs = {name: value[: self.max_examples].clone() for name, value in tensors.items()}
         self.hook.remove()
         self.hook = None
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step % self.every == 0:
+        if state.global_step % self.every == 0 and self.inputs is not None:
             self.log(args, state, control, model)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):

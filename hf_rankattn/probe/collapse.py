@@ -11,7 +11,7 @@ from ..measure import residual, token_cosine
 from ..measure.norms import drop_rows, norm_of_sizes, working
 from .ablate import ablate
 from .architectures import base_of, family_of, layers_of
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens
+from .batches import Inputs, batches_of, evaluating, plain, real_tokens, run
 
 
 VARIANTS = {
@@ -93,7 +93,11 @@ def measure_collapse(
             with evaluating(base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
                 recorder = LayerStates(model, stack)
                 recorder.mask = mask
-                base(**batch)
+                run(base, batch)
+            if len(recorder.rows) != 1 + len(layers_of(model)):
+                raise ValueError(
+                    f"{len(recorder.rows) - 1} of the {len(layers_of(model))} layers showed their states."
+                )
             for layer, metrics in enumerate(recorder.rows):
                 for metric, values in metrics.items():
                     size = len(values)

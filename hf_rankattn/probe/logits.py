@@ -14,7 +14,7 @@ from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
 from .architectures import base_of, family_of, layers_of, submodule
 from .attention import implementation
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens
+from .batches import Inputs, batches_of, evaluating, plain, real_tokens, run
 from .weights import rank_limit, spectrum_rows
 
 
@@ -41,16 +41,22 @@ class LayerLogits:
     def __init__(self, mask: torch.Tensor | None):
         self.mask = mask
         self.rows: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.tokens = 0
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> None:
         if not bool(torch.isfinite(query).all() & torch.isfinite(key).all()):
             raise ValueError(f"the logits of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
         spectrum = factor_spectrum(query.detach(), key.detach(), center_rows=True, mask=self.mask)
-        lengths = (
-            torch.full((len(query), 1), query.shape[-2]) if self.mask is None else self.mask.bool().sum(-1)[:, None]
-        )
-        spread = spectrum.square().sum(-1).sqrt() / lengths.to(spectrum)
+        self.tokens = query.shape[-2]
+        spread = spectrum.square().sum(-1).sqrt()
+        spread = spread / self.lengths(spread)
         self.rows.append((spectrum, spread, query.shape[-1]))
+
+    def lengths(self, like: torch.Tensor) -> torch.Tensor:
+        """The real tokens of each example, (batch, 1)."""
+        if self.mask is None:
+            return torch.full_like(like[:, :1], self.tokens)
+        return self.mask.sum(-1, keepdim=True).to(like)
 
 
 @contextmanager
@@ -95,7 +101,7 @@ def measure_logits(
     for batch in batches_of(base, inputs):
         record = LayerLogits(real_tokens(base, batch))
         with evaluating(base), recording(model, record):
-            base(**batch)
+            run(base, batch)
         if len(record.rows) != depth:
             raise ValueError(
                 f"{len(record.rows)} of the {depth} layers of {type(model).__name__} showed their queries and keys."
@@ -103,7 +109,9 @@ def measure_logits(
         for layer, (spectrum, spread, width) in enumerate(record.rows):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread
-            metrics["rank_limit"] = torch.full_like(spread, rank_limit(model.config, width, rotated=True))
+            limit = torch.full_like(spread, rank_limit(model.config, width, rotated=True))
+            # n rows less their mean have rank n - 1 at most
+            metrics["rank_limit"] = torch.minimum(limit, record.lengths(limit) - 1)
             examples, heads = spread.shape
             index = pd.MultiIndex.from_product(
                 [range(offset, offset + examples), range(heads)], names=["example", "head"]

@@ -53,15 +53,23 @@ def present(module: nn.Module) -> Iterator[None]:
         yield
 
 
+class PackedWeightsError(ValueError):
+    """The weights are integers that stand for others."""
+
+
 def form_factors(model: PreTrainedModel, layer: int, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """W_Q and W_K of every head of a layer, each (heads, hidden, width), or a `ValueError` that says what they are."""
     family = family_of(model)
     attention = submodule(module, family.attention)
     assert attention is not None
+    if any(hasattr(part, "base_layer") or hasattr(part, "lora_A") for part in attention.modules()):
+        raise ValueError(
+            f"layer {layer} has an adapter beside its weights: merge it first (model.merge_and_unload() of PEFT)."
+        )
     with present(attention):
         weights = [part.weight for part in attention.modules() if hasattr(part, "weight")]
         if any(not isinstance(weight, torch.Tensor) or not weight.is_floating_point() for weight in weights):
-            raise ValueError(
+            raise PackedWeightsError(
                 f"the weights of layer {layer} are quantised, and packed integers have no spectrum. Measure the model "
                 "before it was quantised, or model.dequantize(); residuals and maps can be measured as it is."
             )
@@ -74,7 +82,7 @@ def form_factors(model: PreTrainedModel, layer: int, module: nn.Module) -> tuple
 def measure_weights(
     model: PreTrainedModel, rtol: float = 1e-2, energy: float = 0.9, spectra: bool = False
 ) -> pd.DataFrame:
-    """Rank metrics of the bilinear form `W_Q W_K^T` of every head, biases and positions left aside.
+    """Rank metrics of the bilinear form `W_Q W_K^T` of every head; biases, positions and norms of queries are left aside.
 
     Args:
         model: A model of a family in the table of architectures.

@@ -69,6 +69,7 @@ def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     if len(published):
         name = PUBLISHED_NAMES[facts["model_type"].removeprefix("rank_")]
         kind = "random weights" if facts["random_init"] else "pretrained"
+        kind += ";\nwithout MLP: its activation, skip and norm left in" if name.startswith("albert") else ""
         axis.plot([], [], "-", color="0.45", marker="o", mfc="white", linewidth=0.8, markersize=4,
                   label=f"published: {name}, {kind}\n(hollow, same line styles)")  # fmt: skip
     axis.set(xlabel="layer (0 = embeddings)", ylabel="relative residual (1: nothing shared, 0: all tokens equal)")
@@ -76,9 +77,13 @@ def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         axis.set_ylim(0, max(1.05, 1.05 * float(rows.value.max())))
     else:
         axis.set(yscale="log", ylim=(floor / 4, 2.0))
-        axis.axhspan(floor / 4, 10 * floor, color="0.9", zorder=0)
-        remark = "within ten times the precision floor: equal for all we can tell"
-        axis.text(0.01, 10 * floor, remark, fontsize=8, va="bottom", transform=axis.get_yaxis_transform(), color="0.3")
+        axis.axhspan(
+            floor / 4,
+            10 * floor,
+            color="0.9",
+            zorder=0,
+            label="within ten times the precision floor:\nequal for all we can tell",
+        )
     axis.set_title(f"Do tokens stay apart? {facts['title']}", fontsize=11)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
@@ -159,6 +164,8 @@ def ticks(count: int) -> list[int]:
 
 def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     """Cumulated energy of the query-key weights and of the logits on the text, a line a head, a panel a layer."""
+    from matplotlib.ticker import MaxNLocator
+
     rows = table[table.metric == "energy_share"]
     chosen = sorted({round(x) for x in np.linspace(0, facts["layers"] - 1, min(PANELS, facts["layers"]))})
     wanted = (4, 3, 5, 6) if len(chosen) <= 12 else (6, 5, 4)
@@ -169,7 +176,7 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     )
     styles = {
         "weights": ("--", "#922b21", "weights W_Q W_K^T"),
-        "logits": ("-", "#1b4f72", "row-centred logits on this text"),
+        "logits": ("-", "#1b4f72", "row-centred logits on the inputs"),
     }
     for axis in axes.flat[len(chosen) :]:
         axis.set_visible(False)
@@ -189,11 +196,13 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    title = "thin lines: single heads; grey line: 90 %"
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, title=title, title_fontsize=8)
     figure.suptitle(f"How much query-key rank is used? {facts['title']}", fontsize=11)
     for axis in axes[-1]:
         axis.set_xlabel("components kept")
-    figure.supylabel("share of energy kept (thin: single heads; grey line: 90 %)", fontsize=9)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.supylabel("share of energy kept", fontsize=9)
     return figure
 
 
