@@ -33,10 +33,12 @@ def random_ids(vocabulary=30000, examples=2):
 @pytest.mark.slow
 class TestBaseShapes:
     def test_bert(self):
-        seen = curves(BertModel(BertConfig()), random_ids(), ["san", "san+mlp", "san+skip", "transformer"])
+        torch.manual_seed(0)
+        model = BertModel(BertConfig())
+        seen = curves(model, random_ids(examples=8), ["san", "san+mlp", "san+skip", "transformer"])
         for variant in ("san", "san+mlp"):
             curve = seen[variant]
-            assert 0.53 < curve[0] < 0.65 and 0.012 < curve[1] < 0.023 and curve[2] < 3e-6
+            assert 0.55 < curve[0] < 0.65 and 0.012 < curve[1] < 0.023 and curve[2] < 3e-6
             assert all(1e-7 < value < 4e-7 for value in curve[3:])
         assert all(0.30 < seen[variant][12] < 0.50 for variant in ("san+skip", "transformer"))
 
