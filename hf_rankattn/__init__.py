@@ -25,6 +25,7 @@ from .version import __version__ as __version__
 
 
 if TYPE_CHECKING:
+    from .models.convert import convert_rank as convert_rank
     from .probe import ablate as ablate
     from .probe import measure_attention as measure_attention
     from .probe import measure_collapse as measure_collapse
@@ -41,6 +42,7 @@ for _base in (
 
 # Their tables need pandas, which is slow to import and not needed to load a model.
 _LAZY = dict.fromkeys(("ablate", "measure_attention", "measure_collapse", "measure_weights"), ".probe")
+_LAZY["convert_rank"] = ".models.convert"
 
 
 def __getattr__(name: str):
