@@ -9,11 +9,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import encoder_attention, rank_bert
+from benchmarks import convert, encoder_attention, rank_bert
 from benchmarks.timing import Row
 
 
-SUITES = {"rank_bert": rank_bert.run, "kernels": rank_bert.kernels, "encoder_attention": encoder_attention.run}
+SUITES = {
+    "rank_bert": rank_bert.run,
+    "kernels": rank_bert.kernels,
+    "encoder_attention": encoder_attention.run,
+    "convert": convert.run,
+}
 
 
 def main() -> None:

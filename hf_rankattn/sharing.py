@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import transformers.models.auto.modeling_auto as modeling_auto
@@ -58,19 +60,27 @@ def export_model(
         overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder may be replaced.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest weight file.
     """
-    folder = Path(folder).resolve()
     check_exportable(model, remote_code)
-    check_replaceable(folder, overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with staged(folder, overwrite) as staging:
         model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         if remote_code:
             add_source(model, staging)
-        card = card or card_of(model, folder.name, remote_code=remote_code)
+        card = card or card_of(model, Path(folder).resolve().name, remote_code=remote_code)
         card.save(staging / "README.md")
+    return Path(folder).resolve()
+
+
+@contextmanager
+def staged(folder: str | Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary sibling of `folder` to write to, which takes its place at the end; on an error nothing has happened."""
+    folder = Path(folder).resolve()
+    check_replaceable(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield staging
         if folder.exists():
             replace_folder(staging, folder)
         else:
@@ -79,7 +89,6 @@ def export_model(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    return folder
 
 
 def open_to_umask(folder: Path) -> None:

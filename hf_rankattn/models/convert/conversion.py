@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...probe.architectures import base_of
-from ...probe.batches import Inputs, batches_of, evaluating
+from ...probe.batches import Inputs, evaluating
+from .calibration import calibration_batches
 from .distil import distil
-from .factors import Factors, best_factors, lost_energy, root_of_moment, root_of_rows, with_prior
+from .factors import best_factors, lost_energy, root_of_moment, root_of_rows, with_prior
 from .families import Family, Slot, entries_of, family_of_type, rank_class_of, slots_of
 from .heads import Heads, Sides, Tensors
 from .moments import LayerMoments
@@ -77,7 +78,7 @@ def convert_rank(
             and ALBERT with calibration.
         distil_steps (`int`, *optional*, defaults to 0):
             Steps of training on the calibration batches towards the hidden states of the original.
-        seed (`int`, *optional*, defaults to 0): For the order of the batches in training, and for new dimensions.
+        seed (`int`, *optional*, defaults to 0): For the new dimensions of a larger rank; nothing else is random.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -134,7 +135,7 @@ def convert_model(
             progress(done, total)
         if distil_steps:
             done = total - distil_steps
-            distil(new, model, calibration, distil_steps, seed=seed, progress=lambda step: progress(done + step, total))
+            distil(new, model, calibration, distil_steps, progress=lambda step: progress(done + step, total))
     return Conversion(new, reports(parts, ranks, kept))
 
 
@@ -180,6 +181,14 @@ def check_calibration(family: Family, calibration, objective: str, distil_steps:
         )
 
 
+class Roots(NamedTuple):
+    """What [`best_factors`] needs: roots of the second moments on both sides of a form, and the form."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    form: torch.Tensor
+
+
 class Part:
     """The queries and keys of one attention module of the original, as tensors, and how they are narrowed."""
 
@@ -206,28 +215,28 @@ class Part:
     def sides(self) -> Sides:
         return self.heads.sides(self.tensors, self.num_heads)
 
-    def weights_alone(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def weights_alone(self) -> Roots:
         """Roots of the moments that isotropic inputs have on both sides, and the form between them."""
         sides = self.sides()
-        return root_of_rows(sides.query), root_of_rows(sides.key), sides.form
+        return Roots(root_of_rows(sides.query), root_of_rows(sides.key), sides.form)
 
-    def seen(self, moments: LayerMoments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def seen(self, moments: LayerMoments) -> Roots:
         """Roots of the moments that calibration texts have on both sides, and the form between them."""
         query_prior, key_prior, form = self.weights_alone()
         query, key = (m.to(form) for m in (moments.query, moments.key))
-        return (
+        return Roots(
             root_of_moment(with_prior(query, query_prior)),
             root_of_moment(with_prior(key, key_prior)),
             form,
         )
 
-    def narrow(self, rank: int, roots, seed: int, pairs: torch.Tensor | None = None) -> tuple[Tensors, float]:
+    def narrow(self, rank: int, roots: Roots, seed: int, pairs: torch.Tensor | None = None) -> tuple[Tensors, float]:
         """The tensors of this module at `rank`, and the share of logit energy that they keep."""
         if rank == self.old_rank:
             return {name: tensor.clone() for name, tensor in self.tensors.items()}, 1.0
         if rank > self.old_rank:
             return self.widened(rank, seed), 1.0
-        best: Factors = best_factors(*roots, rank)
+        best = best_factors(*roots, rank)
         query, key = best.query, best.key
         lost = best.lost
         if pairs is not None:
@@ -266,7 +275,9 @@ def spread_ranks(qk_rank: int | Sequence[int], count: int) -> list[int]:
     if not isinstance(qk_rank, list | tuple):
         return [int(qk_rank)] * count  # type: ignore[arg-type]
     if len(qk_rank) != count:
-        raise ValueError(f"`qk_rank` has {len(qk_rank)} entries, the model has {count} layers with weights of their own.")
+        raise ValueError(
+            f"`qk_rank` has {len(qk_rank)} entries, the model has {count} layers with weights of their own."
+        )
     return [int(rank) for rank in qk_rank]
 
 
@@ -279,7 +290,9 @@ def ranks_from_spectra(spectra, old_ranks: list[int], energy: float | None, mean
         # at the rank the heads have, nothing is lost, whatever the spectra say
         return [min(rank, widest) for rank in ranks_for_energy(joined, 0.95 if energy is None else energy)]
     if mean_rank > widest:
-        raise ValueError(f"`mean_rank`={mean_rank} is more than the heads have, which is {widest}: there is nothing to cut.")
+        raise ValueError(
+            f"`mean_rank`={mean_rank} is more than the heads have, which is {widest}: there is nothing to cut."
+        )
     return ranks_for_budget([singular[:, :widest] for singular in joined], mean_rank)
 
 
@@ -355,17 +368,6 @@ class Finished(Exception):
     """Raised inside a forward pass when all that was wanted of it has been seen."""
 
 
-def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches for the model below its head; choices of a multiple-choice batch are texts like others."""
-    for batch in batches_of(base, calibration):
-        if strangers := sorted({"mems", "perm_mask", "target_mapping", "past_key_values"} & set(batch)):
-            raise ValueError(f"calibrate on plain texts: the batch has {', '.join(strangers)}, which change what a row sees.")
-        ids = batch.get("input_ids")
-        if ids is not None and ids.ndim == 3:
-            batch = {name: value.flatten(0, 1) for name, value in batch.items()}
-        yield batch
-
-
 def gathered(
     model: PreTrainedModel, parts: list[Part], slots: list[Slot], calibration: Inputs, paired: bool = False
 ) -> list[LayerMoments]:
@@ -375,9 +377,7 @@ def gathered(
     """
     base = base_of(model)
     causal = bool(getattr(base.config, "is_decoder", False)) or getattr(base.config, "attn_type", "bi") == "uni"
-    gatherers = [
-        LayerMoments(part.heads, part.sides(), part.scale, causal, part.where, paired) for part in parts
-    ]
+    gatherers = [LayerMoments(part.heads, part.sides(), part.scale, causal, part.where, paired) for part in parts]
     current: dict[str, Any] = {}
 
     def watch(gatherer: LayerMoments):

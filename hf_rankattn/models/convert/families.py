@@ -34,7 +34,9 @@ FAMILIES = (
         model_types=("bert", "rank_bert"),
         heads=LinearHeads(),
         attentions=("attention.self", "crossattention.self"),
-        keys=re.compile(r"(?P<module>(?:.*\.)?encoder\.layer\.(?P<layer>\d+)\.(?:cross)?attention\.self)\.(?P<tensor>.+)"),
+        keys=re.compile(
+            r"(?P<module>(?:.*\.)?encoder\.layer\.(?P<layer>\d+)\.(?:cross)?attention\.self)\.(?P<tensor>.+)"
+        ),
     ),
     Family(
         name="Albert",

@@ -41,7 +41,9 @@ class LinearHeads:
             for name in ("query", "key")
         )
         query, key = (side.unflatten(1, (num_heads, -1)).transpose(0, 1) for side in (query, key))
-        return Sides(query, key, torch.eye(query.shape[-1], dtype=query.dtype, device=query.device).expand(num_heads, -1, -1))
+        return Sides(
+            query, key, torch.eye(query.shape[-1], dtype=query.dtype, device=query.device).expand(num_heads, -1, -1)
+        )
 
     def fold(self, tensors: Tensors, query: torch.Tensor, key: torch.Tensor) -> Tensors:
         """The weights whose queries are `query^T x` and whose keys are `key^T y`."""

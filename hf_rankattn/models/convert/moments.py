@@ -1,10 +1,10 @@
 """Second moments of what meets a head on calibration texts, gathered batch by batch; no activation is kept."""
 
 import inspect
-from collections.abc import Mapping
 
 import torch
 
+from .calibration import real_keys
 from .heads import LinearHeads, Sides
 from .weighted import attention_weights, paired_moment
 
@@ -22,19 +22,9 @@ def projected(states: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
     """States (n, d), with a one for the bias, through the matrices (heads, d + 1, w) of all heads: (heads, n, w)."""
     heads, _, width = side.shape
     joined = side.transpose(0, 1).flatten(1)  # one large product is faster than one per head
-    return (torch.nn.functional.pad(precise(states), (0, 1), value=1.0) @ joined).view(-1, heads, width).transpose(0, 1)
-
-
-def real_keys(batch: Mapping[str, torch.Tensor], cross: bool, shape: tuple[int, int]) -> torch.Tensor:
-    """Which tokens are not padding, (batch, n), as the mask of the batch says."""
-    mask = batch.get("encoder_attention_mask" if cross else "attention_mask")
-    if mask is None and not cross and "input_mask" in batch:
-        mask = 1 - batch["input_mask"]  # XLNet's own mask has ones for padding
-    if mask is None:
-        return torch.ones(shape, dtype=torch.bool)
-    if tuple(mask.shape) != tuple(shape):
-        raise ValueError(f"calibration takes masks of shape (batch, n), here {tuple(shape)}, got {tuple(mask.shape)}.")
-    return mask.bool().cpu()
+    return (
+        (torch.nn.functional.pad(precise(states), (0, 1), value=1.0) @ joined).view(-1, heads, width).transpose(0, 1)
+    )
 
 
 def even_weights(visible: torch.Tensor) -> torch.Tensor:
@@ -70,8 +60,8 @@ class LayerMoments:
 
     def add_linear(self, states: torch.Tensor, memory: torch.Tensor, batch, cross: bool) -> None:
         """BERT and ALBERT: hidden states (batch, n, d) that ask, and those (batch, m, d) that are asked."""
-        rows = real_keys(batch, False, states.shape[:2])
-        columns = real_keys(batch, cross, memory.shape[:2])
+        rows = real_keys(batch, False, tuple(states.shape[:2]))
+        columns = real_keys(batch, cross, tuple(memory.shape[:2]))
         for example in range(len(states)):
             asking, asked = rows[example].nonzero()[:, 0], columns[example].nonzero()[:, 0]
             if not len(asking) or not len(asked):
@@ -88,9 +78,13 @@ class LayerMoments:
             self.key += key.mT @ (weights.sum(0)[:, None] * key) - mean.mT @ mean
             if self.paired:
                 single = query.float(), key.float()
-                self.pairs = self.pairs + paired_moment(*single, attention_weights(*single, self.scale, visible)).double()
+                self.pairs = (
+                    self.pairs + paired_moment(*single, attention_weights(*single, self.scale, visible)).double()
+                )
 
-    def add_relative(self, states: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None, batch) -> None:
+    def add_relative(
+        self, states: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None, batch
+    ) -> None:
         """XLNet: hidden states (n, batch, d), position codes (p, batch, d) and segment codes (n, n, batch, 2)."""
         length, count = states.shape[:2]
         real = real_keys(batch, False, (count, length))
@@ -117,7 +111,10 @@ class LayerMoments:
             offset = precise(positions[:, example]) @ position
             blocks = (key - key.mean(1, keepdim=True), offset - offset.mean(1, keepdim=True), segment)
             entries = torch.cat(
-                [torch.nn.functional.pad(block, (place * width, (2 - place) * width)) for place, block in enumerate(blocks)],
+                [
+                    torch.nn.functional.pad(block, (place * width, (2 - place) * width))
+                    for place, block in enumerate(blocks)
+                ],
                 dim=1,
             )
             self.key += entries.mT @ (moment @ entries)
@@ -149,7 +146,9 @@ class LayerMoments:
         return self
 
 
-def entry_moment(weights: torch.Tensor, places: torch.Tensor, codes: torch.Tensor | None, positions: int) -> torch.Tensor:
+def entry_moment(
+    weights: torch.Tensor, places: torch.Tensor, codes: torch.Tensor | None, positions: int
+) -> torch.Tensor:
     """How often two of the vectors that make up XLNet's keys meet in one key, centred: (m + positions + 2) squared.
 
     The key of the pair (i, j) is the content of j, the position `places[i, j]` and a mix `codes[i, j]` of two segments.

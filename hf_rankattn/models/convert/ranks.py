@@ -1,7 +1,7 @@
 """How many dimensions each layer keeps, read off the spectra of its logits."""
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 
 import torch
 
@@ -53,13 +53,15 @@ def check_request(qk_rank, energy, mean_rank) -> None:
             raise ValueError(
                 f"`energy`={energy} and `mean_rank`={mean_rank} are two budgets: give one of them with qk_rank='auto'."
             )
-        if energy is not None and (not isinstance(energy, Real) or not 0 < energy <= 1):
+        if energy is not None and (not isinstance(energy, int | float) or not 0 < energy <= 1):
             raise ValueError(f"`energy` is the share of logit energy to keep, in (0, 1], got {energy!r}.")
-        if mean_rank is not None and (not isinstance(mean_rank, Real) or not mean_rank >= 1):
+        if mean_rank is not None and (not isinstance(mean_rank, int | float) or not mean_rank >= 1):
             raise ValueError(f"`mean_rank` is a mean of ranks and must be at least 1, got {mean_rank!r}.")
         return
     if energy is not None or mean_rank is not None:
-        raise ValueError(f"`energy` and `mean_rank` choose ranks for qk_rank='auto', but qk_rank={qk_rank!r} was given.")
+        raise ValueError(
+            f"`energy` and `mean_rank` choose ranks for qk_rank='auto', but qk_rank={qk_rank!r} was given."
+        )
     for rank in qk_rank if isinstance(qk_rank, list | tuple) else [qk_rank]:
         if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1:
             raise ValueError(

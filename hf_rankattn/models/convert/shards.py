@@ -15,7 +15,17 @@ from typing import Any, BinaryIO
 import torch
 from transformers import AutoConfig
 
-from .conversion import LayerReport, Part, narrowed_config, ranks_from_spectra, refuse_qk_norm, reports, say_widening, scales_of, spread_ranks
+from .conversion import (
+    LayerReport,
+    Part,
+    narrowed_config,
+    ranks_from_spectra,
+    refuse_qk_norm,
+    reports,
+    say_widening,
+    scales_of,
+    spread_ranks,
+)
 from .factors import best_factors
 from .families import Family, entries_of, family_of_type
 from .heads import Tensors
@@ -161,7 +171,9 @@ def convert_shards(
         index["metadata"].pop("total_parameters", None)
         (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     new = narrowed_config(config, family, scales_of(light), ranks)
-    new.architectures = [name if name.startswith("Rank") else f"Rank{name}" for name in config.architectures or []] or None
+    new.architectures = [
+        name if name.startswith("Rank") else f"Rank{name}" for name in config.architectures or []
+    ] or None
     new.save_pretrained(target)
     shares = [folded.shares[module] for module in checkpoint.modules]
     return new, reports(light, ranks, shares)
