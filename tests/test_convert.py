@@ -773,15 +773,16 @@ class TestCommand:
         assert CliRunner().invoke(cli.app, ["convert", checkpoint, "--curve"]).exit_code != 0, "the figure exists"
 
 
-class TestRealWeights:
-    @pytest.fixture(scope="class")
-    def judged(self, minilm):
-        model, tokenizer = converting.load(minilm), converting.load_tokenizer(minilm)
-        batches = converting.text_batches(tokenizer, package_text()[:40], 256)
-        return model, batches, converting.Judge(model, tokenizer, package_text()[40:80], 256)
+@pytest.fixture(scope="module")
+def judged(minilm):
+    model, tokenizer = converting.load(minilm), converting.load_tokenizer(minilm)
+    batches = converting.text_batches(tokenizer, package_text()[:40], 256)
+    return model, batches, converting.Judge(model, tokenizer, package_text()[40:80], 256)
 
+
+class TestRealWeights:
     def test_calibration_beats_the_weights_alone(self, judged):
-        """The published prototype has 0.964 with calibration and 0.78 without, at rank 16 of 32."""
+        """At rank 16 of 32; an earlier prototype of the same had 0.964 with calibration and 0.78 without, on other texts."""
         model, batches, judge = judged
         alone, calibrated = (judge.cosine(convert_rank(model, 16, calibration=c)) for c in (None, batches))
         assert alone < 0.85 and calibrated > 0.964

@@ -40,7 +40,7 @@ def distil(
     calibration: Inputs,
     steps: int,
     *,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 2e-3,
     progress: Callable[[int], Any] = lambda step: None,
 ) -> None:
     """Train the queries and keys of `student` for `steps` batches, in place, towards the states of `teacher`.
