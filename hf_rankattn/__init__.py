@@ -25,6 +25,7 @@ from .version import __version__ as __version__
 
 
 if TYPE_CHECKING:
+    from .models.convert import convert_rank as convert_rank
     from .probe import RankCallback as RankCallback
     from .probe import ablate as ablate
     from .probe import measure_attention as measure_attention
@@ -55,6 +56,7 @@ _LAZY = {
     **dict.fromkeys(("measure_logits", "measure_weights"), ".probe"),
     **dict.fromkeys(("HullVertexF1", "InvertedPairs", "NeighborAccuracy", "NeighborError"), ".tasks"),
     **dict.fromkeys(("SequenceAccuracy", "TokenAccuracy", "load_task"), ".tasks"),
+    "convert_rank": ".models.convert",
     "package_text": ".texts",
 }
 

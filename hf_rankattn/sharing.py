@@ -15,6 +15,10 @@ from .models import parameter_counts
 from .report.cards import model_card
 
 
+# what a folder must hold to be replaced
+MODEL_FOLDER = {"marker": "config.json", "what": "a model"}
+
+
 def auto_classes(model_class: type[PreTrainedModel]) -> dict[str, str]:
     """Auto class -> class name, for every Auto class that knows the family of `model_class`."""
     known = {}
@@ -58,17 +62,16 @@ def export_model(
         overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder may be replaced.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest weight file.
     """
-    folder = Path(folder).resolve()
     check_exportable(model, remote_code)
-    with fresh_folder(folder, overwrite, marker="config.json", what="a model") as staging:
+    with fresh_folder(folder, overwrite, **MODEL_FOLDER) as staging:
         model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         if remote_code:
             add_source(model, staging)
-        card = card or card_of(model, folder.name, remote_code=remote_code)
+        card = card or card_of(model, Path(folder).resolve().name, remote_code=remote_code)
         card.save(staging / "README.md")
-    return folder
+    return Path(folder).resolve()
 
 
 def check_exportable(model: PreTrainedModel, remote_code: bool) -> None:

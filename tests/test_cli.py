@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hf_rankattn import __version__, cli, demo
 
 
-@pytest.mark.parametrize("command", ["demo", "env", "measure"])
+@pytest.mark.parametrize("command", ["convert", "demo", "env", "make-data", "measure"])
 def test_every_command_has_help_with_an_example(command):
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0 and f"Example: rankattn {command}" in result.output

@@ -65,3 +65,13 @@ def test_rank_separates_in_the_geometry_example(tmp_path):
         float(line.split("accuracy ")[1].split(",")[0]) for line in result.stdout.splitlines() if "accuracy " in line
     ]
     assert accuracy[0] < 0.85 and accuracy[1] > 0.98
+
+
+def test_convert_and_finetune(tmp_path, minilm):
+    script = str(EXAMPLES / "convert_and_finetune.py")
+    result = run(tmp_path, script, "--model", minilm, "--qk_rank", "8", "--steps", "2", "--output_dir", "narrow")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "fewer than before" in result.stdout and "before fine-tuning" in result.stdout
+    written = {path.name for path in (tmp_path / "narrow").iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "tokenizer.json"} <= written
+    assert "accuracy | " in (tmp_path / "narrow" / "README.md").read_text()

@@ -1,0 +1,33 @@
+"""Calibration batches as the model below its head takes them, and which of their tokens are real."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ...probe.batches import Inputs, batches_of
+
+
+def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches for the model below its head; choices of a multiple-choice batch are texts like others."""
+    for batch in batches_of(base, calibration):
+        if strangers := sorted({"mems", "perm_mask", "target_mapping", "past_key_values"} & set(batch)):
+            raise ValueError(
+                f"calibrate on plain texts: the batch has {', '.join(strangers)}, which change what a row sees."
+            )
+        ids = batch.get("input_ids")
+        if ids is not None and ids.ndim == 3:
+            batch = {name: value.flatten(0, 1) for name, value in batch.items()}
+        yield batch
+
+
+def real_keys(batch: Mapping[str, torch.Tensor], cross: bool, shape: tuple[int, ...]) -> torch.Tensor:
+    """Which tokens are not padding, (batch, n), as the mask of the batch says."""
+    mask = batch.get("encoder_attention_mask" if cross else "attention_mask")
+    if mask is None and not cross and "input_mask" in batch:
+        mask = 1 - batch["input_mask"]  # XLNet's own mask has ones for padding
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"calibration takes masks of shape (batch, n), here {shape}, got {tuple(mask.shape)}.")
+    return mask.bool().cpu()
