@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import encoder_attention, measure, rank_bert, tasks
+from benchmarks import encoder_attention, measure, rank_bert, tasks, theory
 from benchmarks.timing import Row
 
 
@@ -19,6 +19,7 @@ SUITES = {
     "encoder_attention": encoder_attention.run,
     "measure": measure.run,
     "tasks": tasks.run,
+    "theory": theory.run,
 }
 
 

@@ -49,7 +49,9 @@ def perfect_encoder(
     d, num_layers = whole("d", d, 2), whole("num_layers", num_layers, 1)
     beta, gain = positive("beta", beta), positive("gain", gain)
     if max(beta, gain) > 1e30:
-        raise ValueError(f"`beta` and `gain` must leave room in single precision, at most 1e30; got {beta} and {gain}.")
+        raise ValueError(
+            f"`beta` and `gain` must leave room in single precision, at most 1e30; got {beta} and {gain}."
+        )
     model = empty_model(input_dim=d, num_hidden_layers=num_layers, qk_scale=1.0)
     attention = model.encoder.layers[0].attention
     identity = torch.eye(d)

@@ -14,6 +14,7 @@ from .inputs import cosines, whole
 
 NODES = 32
 
+
 def harmonic_dimension(d: int, degree: int) -> int:
     """N(d, l): how many independent harmonics of a degree there are on the sphere of R^d. An exact integer.
 

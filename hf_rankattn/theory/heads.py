@@ -8,6 +8,7 @@ that head h is right and C_gh that heads g and h agree.
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -34,17 +35,21 @@ def head_accuracy(d: int, cosine) -> np.ndarray:
     if d == 2:
         turn = np.pi / 2 - np.arccos(x)
         return 0.5 + np.sign(turn) * (0.25 - (0.5 - np.abs(turn) / np.pi) ** 2)
-    energies = sign_energies(d, (LARGEST_DEGREE + 1) // 2)
-    degrees = 2 * np.arange(len(energies)) + 1
-    # far beyond the last degree that float64 can see, the dimension overflows and the term is zero
-    halves = np.array([math.exp(-log_harmonic_dimension(d, int(degree)) / 2) for degree in degrees])
-    terms = energies**1.5 * halves * np.where(degrees % 4 == 1, 1, -1)
-    last = int(np.flatnonzero(np.abs(terms) > 1e-18)[-1])
-    total = np.zeros_like(x)
-    for degree, value in enumerate(legendre_steps(d, 2 * last + 1, x)):
+    terms, total = accuracy_terms(d), np.zeros_like(x)
+    for degree, value in enumerate(legendre_steps(d, 2 * len(terms) - 1, x)):
         if degree % 2:
             total += terms[degree // 2] * value
     return 0.5 + 0.5 * total
+
+
+@lru_cache
+def accuracy_terms(d: int) -> np.ndarray:
+    """eta_l^3 N(d, l)^(-1/2) of odd degrees, as far as float64 can see them beside 1/2."""
+    energies = sign_energies(d, (LARGEST_DEGREE + 1) // 2)
+    degrees = range(1, LARGEST_DEGREE + 1, 2)
+    terms = energies**1.5 * [math.exp(-log_harmonic_dimension(d, degree) / 2) for degree in degrees]
+    terms[1::2] *= -1
+    return terms[: int(np.flatnonzero(np.abs(terms) > 1e-18)[-1]) + 1]
 
 
 def head_agreement(queries, keys, other_queries=None, other_keys=None) -> np.ndarray:
@@ -232,13 +237,14 @@ def conjugate_gradients(product, target: np.ndarray, tolerance: float, max_steps
     )
 
 
-def expected_error(queries, keys, weights=None) -> float:
+def expected_error(queries, keys, weights=None, *, method: str | None = None) -> float:
     """The expected squared error of rank-one heads on two orthonormal points: `1 - 2 b.a + a.C a`.
 
     Args:
         queries, keys (`(H, d)` arrays): Unit query and key directions of the heads.
         weights (`(H,)` array, *optional*):
             What each head multiplies the point it picks with. By default the best, for which the error is 1 - b.C^-1 b.
+        method (`str`, *optional*): How the best are found, as in [`optimal_weights`].
 
     >>> round(expected_error([[1.0, 0.0]], [[1.0, 0.0]]), 6), expected_error([[1.0, 0.0]], [[1.0, 0.0]], [1.0])
     (0.4375, 0.5)
@@ -246,7 +252,7 @@ def expected_error(queries, keys, weights=None) -> float:
     queries, keys = unit_heads(queries, keys)
     target = accuracy_of(queries, keys)
     if weights is None:
-        return float(1 - target @ optimal_weights(queries, keys))
+        return float(1 - target @ optimal_weights(queries, keys, method=method))
     weights = head_weights(weights, len(queries))
     return float(1 - 2 * target @ weights + weights @ AgreementProduct(queries, keys, memory=0)(weights))
 

@@ -12,6 +12,9 @@ from .inputs import positive, whole
 
 
 LARGEST_COUNT = 2**20  # odd degrees
+LARGEST_COUNT_OF_HALVES = (
+    2**14
+)  # a head of rank d - 1 sees half of every high degree: its share tends to 1/2, not to 0
 
 
 def seen_shares(d: int, r: int, count: int) -> np.ndarray:
@@ -42,9 +45,9 @@ def lower_bound(d: int, r: int, num_heads: int) -> float:
     (d, r), num_heads = check_geometry(d, r), whole("num_heads", num_heads, 1)
     if r == d:
         return 0.0
-    count = 1024
+    count, largest = 1024, LARGEST_COUNT if r < d - 1 else LARGEST_COUNT_OF_HALVES
     shares = seen_shares(d, r, count)
-    while num_heads * shares[-1] > 1e-6 and count < LARGEST_COUNT:
+    while num_heads * shares[-1] > 1e-3 and count < largest:
         count *= 4
         shares = seen_shares(d, r, count)
     captured = np.minimum(1.0, num_heads * shares)

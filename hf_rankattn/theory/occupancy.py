@@ -91,6 +91,13 @@ def normal_distribution(x: np.ndarray) -> np.ndarray:
     return 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in x.ravel()]).reshape(x.shape)
 
 
+@lru_cache
+def normal_table() -> tuple[np.ndarray, np.ndarray]:
+    """Points of [0, 12] and the logarithm of the normal distribution there: numpy has no error function for arrays."""
+    x = np.linspace(0, 12, 6001)
+    return x, np.log(normal_distribution(x))
+
+
 def expected_maximum(n: int) -> float:
     """m_n, the mean of the largest of n independent standard normal numbers, integrated to 1e-12.
 
@@ -162,13 +169,12 @@ def coverage(n: int, qk_rank: int, keys: str = "gaussian", law: str = "mean_fiel
         return float(hit_share(np.ones(()), cell_shape(d - 1)))
     if law == "log_normal":
         return log_normal_coverage(expected_maximum(n) ** 4 / (2 * d))
-    log_length = np.linspace(-40 / d, 8 / math.sqrt(d), 400)
+    log_length = np.linspace(-40 / d, 8 / math.sqrt(d), 400)  # e^-40 of the mass is shorter, e^-60 longer
     density = np.exp(d * log_length - d * np.expm1(2 * log_length) / 2)
     length = math.sqrt(d) * np.exp(log_length)
-    angle, weight = gauss_panels(math.pi / 2)
+    angle, weight = gauss_panels(math.pi / 2, panels=6)
     weight = weight * np.cos(angle) ** (d - 2)
-    table = np.linspace(0, 12, 6001)
-    log_below = np.interp(length[:, None] * np.sin(angle), table, np.log(normal_distribution(table)))
+    log_below = np.interp(length[:, None] * np.sin(angle), *normal_table())
     wins = 0.5 * (np.exp((n - 1) * log_below) @ weight) / weight.sum()
     wins += 0.5 * (-np.expm1(log_below)) ** (n - 1) @ weight / weight.sum()
     return float(density @ hit_share(n * wins, cell_shape(d - 1)) / density.sum())
@@ -208,7 +214,9 @@ def saturation_width(n: int, reached: float, keys: str = "gaussian", law: str = 
     while coverage(n, high, keys, law) < goal:
         low, high = high, 2 * high
         if high > 2**20:
-            raise ValueError(f"no width up to 2**20 reaches {reached} of the ceiling for n={n}; ask for a smaller share.")
+            raise ValueError(
+                f"no width up to 2**20 reaches {reached} of the ceiling for n={n}; ask for a smaller share."
+            )
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if coverage(n, middle, keys, law) < goal else (low, middle)
