@@ -5,6 +5,7 @@ All are `RankEncoderForPointRegression`. Those for the nearest neighbour read `p
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from .inputs import head_weights, positive, unit_heads, whole
 def empty_model(**fields) -> RankEncoderForPointRegression:
     """A model without biases in which all weights but those of norms are zero."""
     config = RankEncoderConfig(attention_bias=False, output_scale=1.0, **fields)
-    model = RankEncoderForPointRegression(config).eval()
+    model: Any = RankEncoderForPointRegression(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -52,7 +53,7 @@ def perfect_encoder(
         raise ValueError(
             f"`beta` and `gain` must leave room in single precision, at most 1e30; got {beta} and {gain}."
         )
-    model = empty_model(input_dim=d, num_hidden_layers=num_layers, qk_scale=1.0)
+    model: Any = empty_model(input_dim=d, num_hidden_layers=num_layers, qk_scale=1.0)
     attention = model.encoder.layers[0].attention
     identity = torch.eye(d)
     attention.query.weight.copy_(-beta * identity)
@@ -76,7 +77,7 @@ def full_rank_head(d: int, beta: float = math.inf, farthest: bool = False) -> Ra
     d, beta = whole("d", d, 2), positive("beta", beta)
     attention = "hardmax" if math.isinf(beta) else "softmax"
     scale = 1.0 if math.isinf(beta) else beta
-    model = bare_model(d, num_heads=1, qk_rank=d, attention=attention, qk_scale=scale)
+    model: Any = bare_model(d, num_heads=1, qk_rank=d, attention=attention, qk_scale=scale)
     layer = model.encoder.layers[0].attention
     layer.query.weight.copy_((-1 if farthest else 1) * torch.eye(d))
     for part in (layer.key, layer.value, layer.output):
@@ -112,7 +113,7 @@ def rank_one_layer(queries, keys, weights=None) -> RankEncoderForPointRegression
     queries, keys = unit_heads(queries, keys)
     weights = optimal_weights(queries, keys) if weights is None else head_weights(weights, len(queries))
     count, d = queries.shape
-    model = bare_model(d, num_heads=count, qk_rank=1, attention="hardmax", qk_scale=1.0)
+    model: Any = bare_model(d, num_heads=count, qk_rank=1, attention="hardmax", qk_scale=1.0)
     attention = model.encoder.layers[0].attention
     attention.query.weight.copy_(torch.from_numpy(queries))
     attention.key.weight.copy_(torch.from_numpy(keys))
@@ -159,7 +160,7 @@ def majority_vote(d: int, num_heads: int, seed: int, num_queries: int = 1) -> Ra
     """
     queries, _ = random_heads(d, num_heads, seed, "equal")
     piece = -(-d // num_heads)
-    model = empty_model(
+    model: Any = empty_model(
         input_dim=d,
         input_map="linear",
         hidden_size=2 * d + 2,

@@ -66,7 +66,7 @@ def heads_needed(d: int, r: int, error: float) -> int:
     """The smallest H for which LB(d, r, H) does not forbid an error: fewer heads of rank r cannot reach it.
 
     >>> [heads_needed(8, 1, error) for error in (0.15, 0.10)], heads_needed(8, 8, 0.01)
-    ([20, 113], 1)
+    ([20, 108], 1)
     """
     (d, r), error = check_geometry(d, r), positive("error", error)
     if lower_bound(d, r, 1) <= error:

@@ -57,7 +57,7 @@ def windowed_columns(n: int, window: int) -> float:
     """The same when row i picks one of the last `window` of the first i, itself included.
 
     >>> round(windowed_columns(512, 32) / 512, 3), windowed_columns(512, 512)
-    (0.627, 256.5)
+    (0.629, 256.5)
     """
     n, w = whole("n", n, 1), whole("window", window, 1)
     w = min(w, n)
