@@ -153,6 +153,12 @@ class TestHeads:
         product(np.ones(1000))
         assert 0 < sum(tile.nbytes for tile in product.kept.values()) <= 2**20
 
+    @pytest.mark.slow
+    def test_thousands_of_heads_in_little_memory(self):
+        queries, keys = theory.random_heads(16, 5003, seed=0)
+        steps = theory.optimal_weights(queries, keys, memory=2**24)
+        assert np.allclose(steps, theory.optimal_weights(queries, keys, method="cholesky"), atol=1e-7)
+
     def test_the_optimum_is_one(self):
         queries, keys = theory.random_heads(8, 64, seed=0)
         best = theory.optimal_weights(queries, keys)
@@ -228,30 +234,23 @@ class TestLowerBounds:
         bounds = [theory.lower_bound(8, r, 3) for r in range(1, 9)]
         assert bounds == sorted(bounds, reverse=True) and bounds[-1] == 0
 
-    def test_functions_of_r_projections_span_so_many_harmonics(self):
-        """The count behind the bound: degree-l parts of polynomials in K^T w, for the largest rank too."""
+    @pytest.mark.parametrize("d, r, degree", [(6, 2, 3), (6, 3, 3), (5, 1, 3), (4, 3, 3), (5, 4, 3)])
+    def test_functions_of_r_projections_span_so_many_harmonics(self, d, r, degree):
+        """The count behind the bound, up to rank d - 1: polynomials in r coordinates, written in harmonics of all degrees."""
         rng = np.random.default_rng(0)
-        for d, r, degree in ((6, 2, 3), (6, 3, 3), (5, 1, 3), (4, 3, 3), (5, 4, 3)):
-            points, anchors = sphere(rng, 1200, d), sphere(rng, 300, d)
-            kernel = theory.legendre(d, degree, points @ anchors.T)[degree]  # rows: point evaluation of the degree
-            z = points[:, :r]
-            powers = [p for p in np.ndindex(*[degree + 3] * r) if sum(p) <= degree + 2]
-            functions = np.stack([np.prod(z ** np.array(p), axis=1) for p in powers], axis=1)
-            # exact projection: least squares on all polynomials of this degree, harmonic part by the kernel's span
-            basis = np.linalg.qr(kernel)[0][:, : theory.harmonic_dimension(d, degree)]
-            lower = [
-                theory.legendre(d, n, points @ sphere(rng, 300, d).T)[n] for n in range(degree + 3) if n != degree
-            ]
-            lower_basis = np.concatenate(
-                [
-                    b[:, : theory.harmonic_dimension(d, n)]
-                    for n, b in zip([n for n in range(degree + 3) if n != degree], lower, strict=True)
-                ],
-                axis=1,
-            )
-            both = np.concatenate([basis, lower_basis], axis=1)
-            parts = np.linalg.lstsq(both, functions, rcond=None)[0][: basis.shape[1]]
-            assert np.linalg.matrix_rank(parts, tol=1e-6) == math.comb(degree + r - 1, r - 1), (d, r, degree)
+        points = sphere(rng, 1200, d)
+
+        def harmonics(n):
+            """A basis of one degree at the points: that many zonal functions around random axes."""
+            return theory.legendre(d, n, points @ sphere(rng, theory.harmonic_dimension(d, n), d).T)[n]
+
+        parts = [harmonics(n) for n in (degree, *(n for n in range(degree + 3) if n != degree))]
+        powers = [p for p in np.ndindex(*[degree + 3] * r) if sum(p) <= degree + 2]
+        polynomials = np.stack([np.prod(points[:, :r] ** np.array(p), axis=1) for p in powers], axis=1)
+        written = np.linalg.lstsq(np.concatenate(parts, axis=1), polynomials, rcond=None)[0]
+        assert np.abs(np.concatenate(parts, axis=1) @ written - polynomials).max() < 1e-8
+        of_degree = parts[0] @ written[: parts[0].shape[1]]
+        assert np.linalg.matrix_rank(of_degree, tol=1e-6) == math.comb(degree + r - 1, r - 1)
 
     def test_no_set_of_heads_falls_below(self):
         for d, count in ((3, 5), (4, 30), (8, 64), (8, 400), (16, 100)):

@@ -1,6 +1,5 @@
 """What the formulas may be asked, checked in one place."""
 
-import math
 import operator
 from typing import Any
 
@@ -68,6 +67,6 @@ def head_weights(weights: Any, count: int) -> np.ndarray:
 def share(name: str, value: Any) -> float:
     """A number strictly between 0 and 1."""
     number = positive(name, value)
-    if number >= 1 or math.isnan(number):
+    if number >= 1:
         raise ValueError(f"`{name}` must lie strictly between 0 and 1, got {value!r}.")
     return number
