@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import convert, encoder_attention, measure, rank_bert, tasks
+from benchmarks import convert, encoder_attention, measure, rank_bert, tasks, theory
 from benchmarks.timing import Row
 
 
@@ -20,6 +20,7 @@ SUITES = {
     "measure": measure.run,
     "tasks": tasks.run,
     "convert": convert.run,
+    "theory": theory.run,
 }
 
 

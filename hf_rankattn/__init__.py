@@ -25,6 +25,7 @@ from .version import __version__ as __version__
 
 
 if TYPE_CHECKING:
+    from . import theory as theory
     from .models.convert import convert_rank as convert_rank
     from .probe import RankCallback as RankCallback
     from .probe import ablate as ablate
@@ -62,10 +63,12 @@ _LAZY = {
 
 
 def __getattr__(name: str):
+    if name == "theory":
+        return import_module(".theory", __name__)
     if name in _LAZY:
         return getattr(import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, "theory"])

@@ -38,8 +38,16 @@ def test_model_files_import_only_what_an_export_can_carry(folder):
         assert imports_of(path) <= allowed | siblings, path.name
 
 
+def test_theory_needs_nobody_but_its_constructions_the_models():
+    """The ground floor: closed forms are numpy and arithmetic, whatever happens to torch."""
+    for path in (ROOT / "theory").glob("*.py"):
+        siblings = {".", *(f".{sibling.stem}" for sibling in path.parent.glob("[!_]*.py"))}
+        more = {"torch", "..models"} if path.name == "constructions.py" else set()
+        assert imports_of(path) <= {"numpy", *sys.stdlib_module_names} | siblings | more, path.name
+
+
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, hf_rankattn; print([m for m in ('datasets', 'evaluate', 'matplotlib', 'pandas', 'scipy', 'accelerate', 'sklearn') if m in sys.modules])"
+    code = "import sys, hf_rankattn; print([m for m in ('datasets', 'evaluate', 'matplotlib', 'pandas', 'scipy', 'accelerate', 'sklearn', 'hf_rankattn.theory') if m in sys.modules])"
     baseline = code.replace("import sys, hf_rankattn", "import sys, transformers.models.bert.modeling_bert")
     loaded = [
         ast.literal_eval(subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout)

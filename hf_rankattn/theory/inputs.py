@@ -1,0 +1,72 @@
+"""What the formulas may be asked, checked in one place."""
+
+import operator
+from typing import Any
+
+import numpy as np
+
+
+def whole(name: str, value: Any, least: int, reason: str = "") -> int:
+    """`value` as an int of at least `least`, or a ValueError that names it and says why."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"`{name}` must be a whole number, got {value!r}.") from None
+    if number < least:
+        raise ValueError(f"`{name}` must be at least {least}{reason and ': ' + reason}, got {number}.")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a float above zero, infinity included, or a ValueError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer) or not value > 0:
+        raise ValueError(f"`{name}` must be a number above 0, got {value!r}.")
+    return float(value)
+
+
+def cosines(value: Any) -> np.ndarray:
+    """An array of numbers in [-1, 1]; what rounding put outside is put back."""
+    array = np.asarray(value, dtype=np.float64)
+    if not bool(np.all(np.abs(array) <= 1 + 1e-9)):
+        raise ValueError("cosines of angles lie in [-1, 1]; some given do not. Are the queries and keys unit vectors?")
+    return np.clip(array, -1, 1)
+
+
+def unit_heads(queries: Any, keys: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The query and key directions of rank-one heads, (H, d) each, or a ValueError where they are not unit vectors."""
+    queries, keys = (np.ascontiguousarray(rows, dtype=np.float64) for rows in (queries, keys))
+    if queries.ndim != 2 or queries.shape != keys.shape:
+        raise ValueError(
+            f"`queries` and `keys` must both be (heads, dimension), got {queries.shape} and {keys.shape}."
+        )
+    if len(queries) == 0:
+        raise ValueError("there are no heads: `queries` and `keys` need at least one row.")
+    whole("d", queries.shape[1], 2, "a head has a direction")
+    for name, rows in (("queries", queries), ("keys", keys)):
+        lengths = np.sqrt(np.einsum("hd,hd->h", rows, rows))
+        wrong = ~(np.abs(lengths - 1) < 1e-6)
+        if wrong.any():
+            head = int(wrong.argmax())
+            raise ValueError(
+                f"`{name}` must be unit vectors, but that of head {head} has length {lengths[head]:.6g}: the formulas hold "
+                "for unit vectors only, and rescaling a rank-one hard head does not change it. Divide each row by its length."
+            )
+    return queries, keys
+
+
+def head_weights(weights: Any, count: int) -> np.ndarray:
+    """One finite number for each head."""
+    weights = np.asarray(weights, dtype=np.float64)
+    if weights.shape != (count,) or not np.isfinite(weights).all():
+        raise ValueError(f"`weights` must be {count} finite numbers, one for each head, got shape {weights.shape}.")
+    return weights
+
+
+def share(name: str, value: Any) -> float:
+    """A number strictly between 0 and 1."""
+    number = positive(name, value)
+    if number >= 1:
+        raise ValueError(f"`{name}` must lie strictly between 0 and 1, got {value!r}.")
+    return number
