@@ -40,6 +40,11 @@ def freeze_norm(module: nn.Module | None, before: torch.Tensor, after: torch.Ten
     """The norm that took `before` (batch, n, d) to `after`; None where it did nothing or was taken away."""
     if module is None or before is after or torch.equal(before, after):
         return None
+    return norm_on(module, before)
+
+
+def norm_on(module: nn.Module, before: torch.Tensor) -> FrozenNorm:
+    """A norm as it acts on states (batch, n, d), by its kind."""
     states = working(before)
     learned = getattr(module, "weight", None), getattr(module, "bias", None)
     gain, bias = (None if value is None else working(value.detach()) for value in learned)
@@ -53,7 +58,9 @@ def freeze_norm(module: nn.Module | None, before: torch.Tensor, after: torch.Ten
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         epsilon = torch.finfo(before.dtype).eps if epsilon is None else epsilon
         return FrozenNorm(torch.rsqrt(states.square().mean(-1, keepdim=True) + epsilon), False, gain, None)
-    raise ValueError(f"no way is known to freeze a {type(module).__name__}: there is one for LayerNorm, RMSNorm, L2Norm.")
+    raise ValueError(
+        f"no way is known to freeze a {type(module).__name__}: there is one for LayerNorm, RMSNorm, L2Norm."
+    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,10 @@ class Recorder:
                 attention = submodule(layer, self.family.attention)
                 stack.callback(attention.register_forward_hook(self.attend_in(layer)).remove)  # type: ignore[union-attr]
             self.watch(layer, rows.updated, "updated", stack)
-            for path, leave in ((rows.attention_norm, self.leave_attention_norm), (rows.mlp_norm, self.leave_mlp_norm)):
+            for path, leave in (
+                (rows.attention_norm, self.leave_attention_norm),
+                (rows.mlp_norm, self.leave_mlp_norm),
+            ):
                 if (norm := submodule(layer, path)) is not None:
                     stack.callback(norm.register_forward_hook(self.in_layer(leave, layer)).remove)
             stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)

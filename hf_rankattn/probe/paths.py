@@ -121,7 +121,9 @@ def part_metrics(part: Part, output: torch.Tensor, mask: torch.Tensor | None) ->
     }
 
 
-def checked_error(total: Part, output: torch.Tensor, mask: torch.Tensor | None, model: PreTrainedModel) -> torch.Tensor:
+def checked_error(
+    total: Part, output: torch.Tensor, mask: torch.Tensor | None, model: PreTrainedModel
+) -> torch.Tensor:
     """The relative distance of the sum of all parts from the output, (batch); a large one is an error."""
     total = torch.zeros_like(output) if total is None else drop_rows(total, mask)
     error = torch.linalg.vector_norm(total - output, dim=(1, 2)) / torch.linalg.vector_norm(output, dim=(1, 2))
@@ -197,7 +199,9 @@ def path_lengths(
             rows += rows_of(part_metrics(part, output, mask), offset, **index)
         if loss:
             head = TaskHead(model, result, task_batch)
-            rows += [row for index, metrics in losses(walker, head, actual) for row in rows_of(metrics, offset, **index)]
+            rows += [
+                row for index, metrics in losses(walker, head, actual) for row in rows_of(metrics, offset, **index)
+            ]
         if isinstance(walker, Lengths):
             total: Part = None
             while walker.parts:  # the last use of the parts: they are summed in the memory of the first
@@ -254,11 +258,11 @@ def each_path(steps: list[FrozenStep], states: torch.Tensor) -> Iterator[PathTer
 
 def count_paths(steps: list[FrozenStep]) -> int:
     """How many paths [`each_path`] will go through."""
-    behind = total = 1
+    behind, total = 1, 0
     for step in reversed(steps):
         total += behind if step.source is not None else 0
         behind *= step.skip + (step.heads if isinstance(step, FrozenAttention) else 0)
-    return total - 1 + behind
+    return total + behind
 
 
 def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> pd.DataFrame:
