@@ -54,7 +54,9 @@ class TestNothingIsViolated:
             found.append(beyond_rounding(layer_bounds(model, batch)))
         rows = pd.concat(found)
         assert len(rows) >= 300
-        assert (rows.measured <= rows.repaired_bound).all()
+        assert (rows.measured <= rows.sharp_bound).all() and (
+            rows.sharp_bound <= rows.repaired_bound * (1 + 1e-9)
+        ).all()
         small, first = rows[rows.D <= SPREAD_LIMIT], rows[rows.kappa <= 16]
         assert 100 <= len(small) < len(first) < len(rows)
         assert (small.measured <= small.published_bound).all()
@@ -75,7 +77,7 @@ class TestNothingIsViolated:
                 behind = curve.loc[(layer + 1, example)]
                 if behind.relative_residual > 1e-12:  # from the mean, which is at most twice the smallest
                     layers += 1
-                    assert behind.residual_norm / 2 <= row.lipschitz * row.repaired_bound, seed
+                    assert behind.residual_norm / 2 <= row.lipschitz * row.sharp_bound, seed
         assert layers > 40
 
     def test_the_lipschitz_constant(self):
@@ -156,7 +158,7 @@ class TestNumbers:
         left = states - states.mean(0)
         one, inf = lambda x: x.abs().sum(0).max().item(), lambda x: x.abs().sum(1).max().item()
         attention = model.encoder.layer[1].attention
-        betas, spreads, gammas, one_bound, inf_bound = [], [], [], 0.0, 0.0
+        betas, spreads, gammas, one_bound, inf_bound, sharp_one, sharp_inf = [], [], [], 0.0, 0.0, 0.0, 0.0
         size = math.sqrt(one(left) * inf(left))
         for part in (slice(0, 4), slice(4, 8), slice(8, 12)):
             form = attention.self.query.weight[part].T @ attention.self.key.weight[part]
@@ -170,6 +172,8 @@ class TestNumbers:
             constant = (math.exp(d) - 1) / d + (math.exp(2 * d) - 1) / (2 * d)
             one_bound += constant * one(form) * one(merged) / 2 * size**2 * one(left)
             inf_bound += one(form) * inf(merged) / 2 * size**2 * inf(left)
+            sharp_one += min(constant * one(scores), 5) * one(merged) * one(left)
+            sharp_inf += 2 * math.tanh(d / 4) * inf(merged) * inf(left)
         expected = {
             "residual": size,
             "beta": max(betas),
@@ -177,6 +181,7 @@ class TestNumbers:
             "gamma": max(gammas),
             "published_bound": 4 * max(gammas) * max(betas) * 3 / 2 * size**3,
             "repaired_bound": math.sqrt(one_bound * inf_bound),
+            "sharp_bound": math.sqrt(sharp_one * sharp_inf),
         }
         for name, value in expected.items():
             assert rows[name] == pytest.approx(value, rel=1e-9), name
@@ -224,7 +229,7 @@ class TestWhereTheySayNothing:
     )  # fmt: skip
     def test_and_why(self, make, reason):
         table = layer_bounds(make(self), {"input_ids": torch.arange(1, 9)[None]})
-        bounds = table[table.metric.isin(["published_bound", "published_bound_v1", "repaired_bound", "D", "gamma"])]
+        bounds = table[table.metric.isin(["published_bound", "repaired_bound", "sharp_bound", "D", "gamma"])]
         assert (
             len(bounds) and bounds.value.isna().all() and bounds.note.str.startswith("does not apply: " + reason).all()
         )

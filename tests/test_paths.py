@@ -310,6 +310,14 @@ class TestEveryFamily:
                     own
                 )
 
+    def test_batches_and_lists_are_one(self):
+        model, ids = small_bert(2, 2).double(), torch.randint(50, (3, 6))
+        whole = path_lengths(model, {"input_ids": ids})
+        listed = path_lengths(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}])
+        key = ["length", "example", "metric"]
+        both = whole[whole.length.notna()].merge(listed, on=key)
+        assert len(both) == 3 * 3 * 4 and both.value_x.to_numpy() == pytest.approx(both.value_y.to_numpy(), abs=1e-12)
+
     def test_the_model_is_left_as_it_was(self):
         model, batch = BERT.stock("Model")(BERT.stock_config()).train(), tiny_inputs(BERT, "Model")
         implementation = model.config._attn_implementation

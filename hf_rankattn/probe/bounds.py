@@ -23,7 +23,7 @@ def kappa(spread: torch.Tensor) -> torch.Tensor:
     """`(e^D - 1) / D + (e^2D - 1) / 2D`, in float64: 2 at D = 0, 4 at 0.7994, 16 at 1.9733.
 
     >>> kappa(torch.tensor([0.0, 0.7994, 1.9733]))
-    tensor([ 2.0000,  4.0000, 15.9995], dtype=torch.float64)
+    tensor([ 2.0000,  4.0002, 16.0006], dtype=torch.float64)
     """
     spread = spread.double()
     tiny = spread < 1e-12
@@ -59,8 +59,8 @@ def head_norms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, outp
     return torch.stack(rows, dim=1)
 
 
-def logit_spread(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """D and gamma of the part of the logits (batch, n, n) that depends on both tokens; each (batch).
+def logit_spread(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """D, gamma and `||E||_1` of the part E of the logits (batch, n, n) that depends on both tokens; (3, batch).
 
     D_i is the range of row i and D the largest of them; `gamma = sqrt(sum_i D_i max_i D_i) / (2 ||E||_1)` is the
     smallest number that makes the last step of the published proof true.
@@ -73,8 +73,9 @@ def logit_spread(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch
     else:
         ranges = logits.amax(-1) - logits.amin(-1)
     largest = ranges.amax(-1)
-    gamma = (ranges.sum(-1) * largest).sqrt() / (2 * one_norm(logits))
-    return largest, gamma.nan_to_num(0.0)
+    size = one_norm(logits)
+    gamma = (ranges.sum(-1) * largest).sqrt() / (2 * size)
+    return torch.stack([largest, gamma.nan_to_num(0.0), size])
 
 
 class Bounds:
@@ -131,8 +132,7 @@ class Bounds:
                 logit_spread((left @ q) @ (left @ k).transpose(1, 2) * scale, self.mask)
                 for q, k in zip(query, key, strict=True)
             ]
-            spread, gamma = torch.stack([d for d, _ in found]), torch.stack([g for _, g in found])
-            row |= self.bounds(left, norms.double(), spread, gamma, scale)
+            row |= self.bounds(left, norms.double(), torch.stack(found, dim=1).double(), scale)
         if step.skip:
             row["skip_measured"] = self.smallest(stream + update)
             if not self.notes[-1]:
@@ -152,28 +152,43 @@ class Bounds:
         found = [composite_norm(residual(states, self.mask, center)) for center in ("mean", "median")]
         return torch.minimum(*found)
 
-    @staticmethod
-    def bounds(left, norms, spread, gamma, scale) -> dict[str, torch.Tensor]:
-        """The bounds of one layer from its residual (batch, n, d), the norms (3, heads), D and gamma (heads, batch)."""
-        size, heads = composite_norm(left).double(), norms.shape[1]
-        beta = (norms[0] * (norms[1] * norms[2]).sqrt()).max()
+    def bounds(self, left, norms, logits, scale: float) -> dict[str, torch.Tensor]:
+        """The bounds of one layer: its residual (batch, n, d), norms (3, heads), [`logit_spread`] (3, heads, batch)."""
+        size, heads, (spread, gamma, logit_size) = composite_norm(left).double(), norms.shape[1], logits
+        form, in_one, in_inf = norms[..., None]
+        beta = (form * (in_one * in_inf).sqrt()).max()
         first_version = 4 * beta * heads * scale * size**3
+        weights = form * scale * size**2  # bounds the logits from the weights alone
+        tokens = left.shape[1] if self.mask is None else self.mask.bool().sum(-1)
+        # how far maps can be from one row for all, in the two norms: no column of n rows can be off by more than n
+        nearest = torch.minimum(kappa(spread) * logit_size, torch.as_tensor(tokens).to(size))
         # a sum of heads is bounded in each of the two norms, since the composite norm has no triangle inequality
-        in_one = (kappa(spread) * (norms[0] * norms[1])[:, None]).sum(0) * scale * size**2 * one_norm(left)
-        in_inf = (norms[0] * norms[2]).sum() * scale * size**2 * inf_norm(left)
+        one, inf = one_norm(left).double(), inf_norm(left).double()
+        repaired = (kappa(spread) * weights * in_one).sum(0) * one, (weights * in_inf).sum(0) * inf
+        sharp = (nearest * in_one).sum(0) * one, (2 * torch.tanh(spread / 4) * in_inf).sum(0) * inf
         return {
             "D": spread.amax(0),
             "gamma": gamma.amax(0),
             "kappa": kappa(spread.amax(0)),
             "published_bound": gamma.amax(0) * first_version,
             "published_bound_v1": first_version,
-            "repaired_bound": (in_one * in_inf).sqrt(),
-            "bound_1": in_one,
-            "bound_inf": in_inf,
+            "repaired_bound": (repaired[0] * repaired[1]).sqrt(),
+            "sharp_bound": (sharp[0] * sharp[1]).sqrt(),
+            "bound_1": sharp[0],
+            "bound_inf": sharp[1],
         }
 
 
-BOUNDS = ("D", "gamma", "kappa", "published_bound", "published_bound_v1", "repaired_bound", "skip_bound")
+BOUNDS = (
+    "D",
+    "gamma",
+    "kappa",
+    "published_bound",
+    "published_bound_v1",
+    "repaired_bound",
+    "sharp_bound",
+    "skip_bound",
+)
 
 
 def note_of(metric: str, value: float, row: dict[str, float], silent: str) -> str:
@@ -203,11 +218,13 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
     For the states X that enter attention, with R their residual, and for what attention adds, `sum_h P_h X W_h`:
     `residual` of X and `measured`, that of the sum, both in the composite norm; `beta`, the largest
     `||W_QK||_1 ||W||_{1,inf}` of a head; `D`, the largest range of a row of `R W_QK R^T / sqrt(d_qk)`; `gamma` as the
-    published proof needs it; `kappa` of D; `published_bound`, `4 gamma beta H / sqrt(d_qk) ||R||^3`, and
-    `published_bound_v1` with gamma = 1; `repaired_bound`, which needs no condition on D; `published_looseness` and
-    `repaired_looseness`, the bound over what is measured. `lipschitz` is that of the MLP, with its skip: where no norm and no
-    attention skip stand between, it times a bound holds behind the MLP. With a skip there are `skip_measured` and
-    `skip_bound`, of the sum of stream and update. For `1 / sqrt(d_qk)` stands the factor that the model has on its logits.
+    published proof needs it; `kappa` of D. Bounds of `measured`: `published_bound`, `4 gamma beta H / sqrt(d_qk) ||R||^3`,
+    and `published_bound_v1` with gamma = 1; `repaired_bound`, with kappa, which needs no condition on D; `sharp_bound`, the
+    same with the logits instead of the norms of their weights, and never above what row-stochastic maps allow. Each but the
+    second has its `..._looseness`, the bound over what is measured. `lipschitz` is that of the MLP with its skip: where no
+    norm and no attention skip stand between, it times a bound holds behind the MLP. With a skip there are `skip_measured`
+    and `skip_bound`, of the sum of stream and update. For `1 / sqrt(d_qk)` stands the factor that the model has on its
+    logits.
 
     Returns a long table with the columns `model, layer, example, metric, value, note`. The note is empty, or says that a
     bound is vacuous (not below the residual of the input) or why it does not apply (a causal mask, relative or rotary
@@ -232,7 +249,7 @@ def layer_rows(metrics: dict[str, torch.Tensor], silent: str, layer: int, offset
     columns.setdefault("lipschitz", [1.0] * len(columns["measured"]))  # no MLP is the identity
     if silent:
         columns |= {name: [math.nan] * len(columns["measured"]) for name in BOUNDS if name != "skip_bound"}
-    for name in ("published", "repaired"):
+    for name in ("published", "repaired", "sharp"):
         pairs = zip(columns[f"{name}_bound"], columns["measured"], strict=True)
         columns[f"{name}_looseness"] = [bound / value if value else math.inf for bound, value in pairs]
     for example in range(len(columns["measured"])):

@@ -36,11 +36,14 @@ class TaskHead:
         result.last_hidden_state = states.to(self.model.dtype)
         if getattr(result, "pooler_output", None) is not None:
             result.pooler_output = family_of(self.model).pool(self.base, result.last_hidden_state)
+        before = vars(self.base).get("forward")  # offloading puts one there, too
         self.base.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
         try:
             yield
         finally:
             del self.base.forward
+            if before is not None:
+                self.base.forward = before  # type: ignore[method-assign]
 
     def outputs(self, states: torch.Tensor) -> Iterator[tuple[Any, Mapping[str, torch.Tensor]]]:
         """What the model returns for each example by itself, and the example."""
