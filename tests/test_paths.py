@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, float_tensors, tiny_inputs
 from transformers import (
     BertConfig,
@@ -348,6 +349,16 @@ class TestRealWeights:
         ids = torch.randint(30000, (2, 64), generator=torch.Generator().manual_seed(0))
         table = path_lengths(model, {"input_ids": ids})
         assert set(table.length.dropna()) == set(range(13)) and error_of(table) <= tolerance
+
+    def test_offloaded_weights(self):
+        model = shaken(BERT.stock("ForTokenClassification")(BERT.stock_config())).double()
+        batch = tiny_inputs(BERT, "ForTokenClassification", labels=True)
+        probes = (lambda: path_lengths(model, batch, loss=True), lambda: isolated_paths(model, batch, repetitions=1))
+        before = [probe() for probe in probes]
+        cpu_offload(model, execution_device="cpu")
+        assert model.device.type == "meta"
+        for probe, table in zip(probes, before, strict=True):
+            assert probe().value.to_numpy() == pytest.approx(table.value.to_numpy(), abs=1e-9, nan_ok=True)
 
     def test_half_precision_is_followed_in_single(self):
         model = BERT.stock("Model")(BERT.stock_config()).to(torch.bfloat16)

@@ -46,11 +46,12 @@ def freeze_norm(module: nn.Module | None, before: torch.Tensor, after: torch.Ten
 def norm_on(module: nn.Module, before: torch.Tensor) -> FrozenNorm:
     """A norm as it acts on states (batch, n, d), by its kind."""
     states = working(before)
-    learned = getattr(module, "weight", None), getattr(module, "bias", None)
-    gain, bias = (None if value is None else working(value.detach()) for value in learned)
+    with present(module):  # weights that are offloaded are gone again when the norm has run
+        learned = (getattr(module, name, None) for name in ("weight", "bias", "scale"))
+        gain, bias, scale = (None if value is None else working(value.detach()) for value in learned)
     if isinstance(module, L2Norm):
         inverse = torch.rsqrt(states.square().sum(-1, keepdim=True) + module.eps**2)
-        return FrozenNorm(inverse, False, working(module.scale.detach()), None)
+        return FrozenNorm(inverse, False, scale, None)
     if isinstance(module, nn.LayerNorm):
         variance = states.var(-1, keepdim=True, correction=0)
         return FrozenNorm(torch.rsqrt(variance + module.eps), True, gain, bias)

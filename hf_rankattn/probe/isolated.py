@@ -60,7 +60,8 @@ class SubNetworks:
     def chosen_heads(self, context: torch.Tensor) -> torch.Tensor:
         """Heads side by side (batch, n, heads * v) with all but the chosen one of each row set to zero."""
         heads = self.heads[self.depth.layer]
-        keep = torch.arange(heads, device=context.device) == self.chosen[:, self.depth.layer, None]
+        chosen = self.chosen[:, self.depth.layer, None].to(context.device)
+        keep = torch.arange(heads, device=context.device) == chosen
         return (context.unflatten(-1, (heads, -1)) * keep[:, None, :, None]).flatten(-2)
 
     def select(self, layer: nn.Module, projection: str | None, stack: ExitStack) -> None:
@@ -81,7 +82,7 @@ class SubNetworks:
 
     def bypass(self, module, args, kwargs, output):
         states = args[0] if args else kwargs["hidden_states"]
-        used = self.chosen[:, self.depth.layer] >= 0
+        used = (self.chosen[:, self.depth.layer] >= 0).to(states.device)
         used = used[:, None, None] if self.family.batch_first else used[None, :, None]
         kept = torch.where(used, first(output), states)
         return (kept, *output[1:]) if isinstance(output, tuple) else kept
@@ -91,7 +92,7 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
     """What the base model returns for the last of some paths, and the normalised sum of the states of all of them."""
     base, count = base_of(model), len(chosen)
     size = len(next(iter(batch.values())))
-    rows = torch.from_numpy(chosen).repeat_interleave(size, dim=0).to(base.device)
+    rows = torch.from_numpy(chosen).repeat_interleave(size, dim=0)
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in batch.items()}
     with evaluating(base), ablate(model, attention_skip=True, mlp=not mlp), ExitStack() as stack:
         SubNetworks(model, rows, stack)
