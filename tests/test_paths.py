@@ -1,12 +1,9 @@
 """Paths through heads: against enumeration by hand, by the sum rule on every family, and on real weights."""
 
-import itertools
-import math
-
 import pytest
 import torch
 from accelerate import cpu_offload
-from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, float_tensors, tiny_inputs
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, shaken, small_bert, tiny_inputs
 from transformers import (
     BertConfig,
     BertModel,
@@ -41,19 +38,6 @@ from hf_rankattn import (
     relative_residual,
 )
 from hf_rankattn.probe.paths import Layers, Lengths, Steps, each_path, walk
-
-
-def shaken(model):
-    """Weights, biases and gains away from where initialisation puts them."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.2 * torch.randn_like(weight))
-    return model.eval()
-
-
-def small_bert(layers, heads, hidden=24, **fields):
-    sizes = {"vocab_size": 50, "hidden_size": hidden, "intermediate_size": 30, "num_hidden_layers": layers}
-    return shaken(BertModel(BertConfig(**sizes, num_attention_heads=heads, **fields), add_pooling_layer=False))
 
 
 def value_of(table, metric, **labels):
@@ -252,7 +236,9 @@ class TestEveryFamily:
         model = MODELS[name]()
         batch = {k: v for k, v in tiny_inputs(BERT, "Model").items() if k != "token_type_ids"}
         assert error_of(path_lengths(model, batch)) <= 1e-5
-        assert error_of(path_lengths(shaken(model).double(), batch)) <= 1e-12
+        shaken(model).double()
+        for by in ("length", "layer", "head"):
+            assert error_of(path_lengths(model, batch, by=by)) <= 1e-12
 
     @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
     @pytest.mark.parametrize("switches", [*CASES.values(), {"mlp_skip": True}], ids=[*CASES, "mlp without skip"])
@@ -427,97 +413,6 @@ class TestWithoutValues:
         assert value_of(table, "projection", length=0).tolist() == pytest.approx([1, 1], abs=1e-5)
 
 
-class TestIsolatedPaths:
-    def by_hand(self, model, ids, path):
-        """One path of a BERT as a network of its own: {layer: head} from the embeddings, norms without gain and bias."""
-        width = model.config.hidden_size // model.config.num_attention_heads
-        states = model.embeddings(ids)
-        for index, head in enumerate(path):
-            if head < 0:
-                continue
-            attention = model.encoder.layer[index].attention
-            part = slice(head * width, (head + 1) * width)
-            query, key, value = (
-                layer(states)[..., part] for layer in (attention.self.query, attention.self.key, attention.self.value)
-            )
-            maps = (query @ key.transpose(1, 2) / math.sqrt(width)).softmax(-1)
-            total = maps @ value @ attention.output.dense.weight[:, part].T + attention.output.dense.bias
-            states = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
-        return states
-
-    def test_against_networks_made_by_hand(self):
-        from hf_rankattn.probe.isolated import draw_paths, sum_of_paths
-
-        model = small_bert(3, 4).double()
-        ids = torch.randint(50, (2, 7))
-        for length in range(4):
-            chosen = draw_paths([4, 4, 4], length, 5, [0, length])
-            assert ((chosen >= 0).sum(1) == length).all()
-            _, states = sum_of_paths(model, {"input_ids": ids}, chosen, mlp=False)
-            total = sum(self.by_hand(model, ids, path.tolist()) for path in chosen)
-            expected = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
-            torch.testing.assert_close(states, expected)
-
-    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
-    def test_every_family_and_restored_to_the_last_bit(self, family):
-        model = shaken(family.rank("ForTokenClassification")(family.rank_config(qk_rank=3)))
-        batch = tiny_inputs(family, "ForTokenClassification", labels=True)
-        before = float_tensors(model(**batch))
-        table = isolated_paths(model, batch, paths=3, repetitions=2)
-        assert set(table.metric) == {"relative_residual", "loss", "accuracy"}
-        assert all(torch.equal(a, b) for a, b in zip(before, float_tensors(model(**batch)), strict=True))
-        # a path through more layers of attention without skips has less rank
-        curve = table[table.metric == "relative_residual"].groupby("length").value.mean().tolist()
-        assert curve[0] > curve[-1]
-        again = isolated_paths(model, batch, paths=3, repetitions=2)
-        assert table.value.equals(again.value)
-        assert not table.value.equals(isolated_paths(model, batch, paths=3, repetitions=2, seed=1).value)
-
-    def test_they_are_not_the_terms_of_the_decomposition(self):
-        """With one layer and one path the terms and the sub-networks part at the skip and at the norm."""
-        model, batch = small_bert(1, 1).double(), {"input_ids": torch.randint(50, (1, 6))}
-        term = value_of(path_terms(model, batch), "relative_residual", path="1").item()
-        isolated = value_of(isolated_paths(model, batch, paths=1, repetitions=1), "relative_residual", length=1).item()
-        assert term != pytest.approx(isolated, rel=1e-3)
-
-    def test_what_has_no_isolated_paths(self):
-        with pytest.raises(ValueError, match="normalise after they add"):
-            isolated_paths(encoder("l2", "pre"), {"input_ids": torch.ones(1, 4, dtype=torch.long)})
-        with pytest.raises(ValueError, match="`paths` and `repetitions` must be at least 1"):
-            isolated_paths(small_bert(1, 1), {"input_ids": torch.ones(1, 4, dtype=torch.long)}, paths=0)
-
-
-class TestProducts:
-    def test_against_products_of_the_maps_that_the_model_returns(self):
-        from hf_rankattn.probe.isolated import Products
-
-        model, ids = small_bert(3, 2).double(), torch.randint(50, (2, 6))
-        chosen = torch.tensor(list(itertools.product([-1, 0, 1], repeat=3))).numpy()[1:]
-        examples = torch.arange(len(chosen)).numpy() % 2
-        walker, _ = parts_of(model, {"input_ids": ids}, Products(chosen, examples))
-        model.set_attn_implementation("eager")
-        maps = model(ids, output_attentions=True).attentions
-        for product, path, example in zip(walker.products, chosen, examples, strict=True):
-            expected = torch.eye(6, dtype=torch.float64)
-            for layer, head in enumerate(path):
-                if head >= 0:
-                    expected = maps[layer][example, head] @ expected
-            torch.testing.assert_close(product, expected)
-
-    @pytest.mark.slow
-    def test_the_rate_at_initialisation(self):
-        model = BertModel(BertConfig(), add_pooling_layer=False).eval()
-        ids = torch.randint(30000, (4, 128), generator=torch.Generator().manual_seed(0))
-        table = path_products(model, {"input_ids": ids}, lengths=[1, 2, 3])
-        medians = table.groupby("length").value.median().tolist()
-        for found, published in zip(medians, (0.153, 2.6e-3, 4.6e-5), strict=True):
-            assert published / 2 < found < published * 2
-
-    def test_lengths(self):
-        with pytest.raises(ValueError, match="`lengths` within 1 and 2"):
-            path_products(small_bert(2, 2), {"input_ids": torch.ones(1, 4, dtype=torch.long)}, lengths=[3])
-
-
 class TestNonsense:
     batch = {"input_ids": torch.arange(1, 9)[None]}
 
@@ -557,8 +452,9 @@ class TestNonsense:
         model = small_bert(2, 2)
         value = model.encoder.layer[0].attention.self.value
         adapter = value.register_forward_hook(lambda module, args, output: output + args[0] @ torch.ones(24, 24) / 50)
-        with pytest.raises(ValueError, match="do not add up to its output"):
-            path_lengths(model, self.batch)
+        for by in ("length", "layer", "head"):
+            with pytest.raises(ValueError, match="do not add up to its output"):
+                path_lengths(model, self.batch, by=by)
         adapter.remove()
         with torch.no_grad():
             value.weight[0, 0] = torch.nan

@@ -13,6 +13,7 @@ from ..measure.norms import drop_rows, inf_norm, one_norm, working
 from .architectures import MLP, base_of, family_of, layers_of, sublayers_of, submodule
 from .batches import Inputs, batches_of, plain, real_tokens
 from .frozen import FrozenAttention, FrozenStep, walk
+from .paths import Guard, checked
 from .weights import form_factors, present
 
 
@@ -78,7 +79,7 @@ def logit_spread(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     return torch.stack([largest, gamma.nan_to_num(0.0), size])
 
 
-class Bounds:
+class Bounds(Guard):
     """Reduces the attention of each layer to the numbers of the theory, and keeps only those."""
 
     def __init__(self, model: PreTrainedModel, mask: torch.Tensor | None):
@@ -86,17 +87,18 @@ class Bounds:
         self.rows: list[dict[str, torch.Tensor]] = []
         self.notes: list[str] = []
 
-    def start(self, states: torch.Tensor) -> None: ...
-
     def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
+        self.arrive(stream)
+        update = [step.attend(stream)] if isinstance(step, FrozenAttention) else []
         if isinstance(step, FrozenAttention):
-            self.attention(step, stream)
+            self.attention(step, stream, update[0])
         elif step.name.startswith("mlp"):
             read = sublayers_of(self.model).mlp
             layer = self.layers[len(self.rows) - 1]
             with present(layer):
                 value = math.nan if read is None else lipschitz(read(layer), step.skip)
             self.rows[-1]["lipschitz"] = torch.full_like(self.rows[-1]["measured"], value)
+        self.expect(step, stream, update)
 
     def not_covered(self, attention: Any) -> str:
         """Why the theory is silent about a layer, or nothing."""
@@ -108,14 +110,14 @@ class Bounds:
             return "unit-norm queries and keys"
         return "hardmax" if getattr(attention, "hardmax", False) else ""
 
-    def attention(self, step: FrozenAttention, stream: torch.Tensor) -> None:
+    def attention(self, step: FrozenAttention, stream: torch.Tensor, update: torch.Tensor) -> None:
         number = len(self.rows)
         layer = self.layers[number]
         attention: Any = submodule(layer, self.family.attention)
         if not bool(torch.isfinite(drop_rows(stream, self.mask)).all()):
             raise ValueError(f"the states before layer {number} hold NaN or Inf. Check the weights of the model.")
         read = stream if step.before is None else step.before.apply_(stream.clone())
-        left, update = residual(read, self.mask), step.attend(stream)
+        left = residual(read, self.mask)
         query, key = (working(factor) for factor in form_factors(self.model, number, layer))
         width = step.values.output.shape[1] // step.heads
         value = step.values.value.unflatten(0, (-1, width)).transpose(1, 2)
@@ -235,7 +237,8 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
     rows, offset = [], 0
     for batch in batches_of(base_of(model), inputs):
         walker = Bounds(model, real_tokens(base_of(model), batch))
-        walk(model, batch, walker)
+        walker.arrive(working(walk(model, batch, walker).last_hidden_state))
+        checked(walker.error, model)
         for layer, (metrics, silent) in enumerate(zip(walker.rows, walker.notes, strict=True)):
             rows += layer_rows(metrics, silent, layer, offset)
         offset += len(walker.rows[0]["measured"])

@@ -1,6 +1,6 @@
 """Which paths through its heads a model's output is made of: one by one, or all of a length at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import pandas as pd
@@ -52,26 +52,47 @@ class Lengths:
         return [{"length": k} for k in range(len(self.parts))]
 
 
-class Layers:
+class Guard:
+    """Compares what enters each sublayer with what the frozen one before it makes of what entered that."""
+
+    expected: torch.Tensor
+    error: torch.Tensor
+
+    def start(self, states: torch.Tensor) -> None:
+        self.expected, self.error = states, torch.zeros(len(states), dtype=states.dtype, device=states.device)
+
+    def arrive(self, stream: torch.Tensor) -> None:
+        """What really enters a sublayer, or leaves the last."""
+        self.error = torch.maximum(self.error, relative_error(self.expected, stream))
+
+    def expect(self, step: FrozenStep, stream: torch.Tensor, updates: Sequence[torch.Tensor]) -> None:
+        """What should arrive next."""
+        total = stream.clone() if step.skip else torch.zeros_like(stream)
+        for update in updates:
+            total += update
+        self.expected = step.carry_(total) if step.source is None else step.carry_(total).add_(step.source)
+
+
+class Layers(Guard):
     """The part of the stream that has gone through the attention of a layer, or through one of its heads, for each."""
 
     def __init__(self, heads: bool) -> None:
         self.by_head, self.parts, self.rows = heads, list[Part](), list[dict[str, int]]()
         self.depth = 0
 
-    def start(self, states: torch.Tensor) -> None:
-        self.parts, self.rows, self.depth = [], [], 0
-
     def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
+        self.arrive(stream)
         for place, part in enumerate(self.parts):
             update = step.attend(part) if isinstance(step, FrozenAttention) and part is not None else None
             part = added(part if step.skip else None, update)
             self.parts[place] = None if part is None else step.carry_(part)
+        new: list[torch.Tensor] = []
         if isinstance(step, FrozenAttention):
             new = list(step.attend_heads(stream)) if self.by_head else [step.attend(stream)]
-            self.parts += [step.carry_(part) for part in new]
             self.rows += [{"layer": self.depth, **({"head": h} if self.by_head else {})} for h in range(len(new))]
             self.depth += 1
+        self.expect(step, stream, new)
+        self.parts += [step.carry_(part) for part in new]
 
     def index(self) -> list[dict[str, int]]:
         return self.rows
@@ -121,13 +142,14 @@ def part_metrics(part: Part, output: torch.Tensor, mask: torch.Tensor | None) ->
     }
 
 
-def checked_error(
-    total: Part, output: torch.Tensor, mask: torch.Tensor | None, model: PreTrainedModel
-) -> torch.Tensor:
-    """The relative distance of the sum of all parts from the output, (batch); a large one is an error."""
-    total = torch.zeros_like(output) if total is None else drop_rows(total, mask)
-    error = torch.linalg.vector_norm(total - output, dim=(1, 2)) / torch.linalg.vector_norm(output, dim=(1, 2))
-    # half of the digits, and no more than float32 has, since some norms compute in it whatever the model does
+def relative_error(found: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """The distance of two states (batch, n, d) over the norm of the second, (batch)."""
+    return torch.linalg.vector_norm(found - states, dim=(1, 2)) / torch.linalg.vector_norm(states, dim=(1, 2))
+
+
+def checked(error: torch.Tensor, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The error of a decomposition as a metric; one that leaves fewer than half of the digits is raised."""
+    # float32 has the say in float64 models, too, since some norms compute in it whatever the model does
     allowed = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
     if not bool((error <= allowed).all()):
         raise ValueError(
@@ -135,7 +157,7 @@ def checked_error(
             "Its weights hold NaN or Inf, or something acts on its layers that the table of architectures does not "
             "know, such as adapters (merge them first) or hooks."
         )
-    return error
+    return {"reconstruction_error": error}
 
 
 def rows_of(metrics: Mapping[str, torch.Tensor], offset: int, **labels) -> list[dict]:
@@ -177,8 +199,9 @@ def path_lengths(
     `last_hidden_state`, behind the last norm of models that have one.
 
     Metrics: `projection` (inner product with the output over its squared norm), `norm_ratio`, `cosine`,
-    `relative_residual` of the part itself; cosine and residual of a part that is zero are NaN. By length there is also
-    `reconstruction_error`, the relative distance of the sum of all parts from the output, in rows without a length.
+    `relative_residual` of the part itself; cosine and residual of a part that is zero are NaN. `reconstruction_error`, in
+    rows of no length, layer or head, is the relative distance of the sum of all lengths from the output; for layers and
+    heads, whose sum is not the output, the largest such distance of one sublayer. A large one is raised.
 
     Returns a long table with the columns `model, length, example, metric, value`, with `layer` or `layer, head` in the
     place of `length`.
@@ -202,14 +225,23 @@ def path_lengths(
             rows += [
                 row for index, metrics in losses(walker, head, actual) for row in rows_of(metrics, offset, **index)
             ]
-        if isinstance(walker, Lengths):
-            total: Part = None
-            while walker.parts:  # the last use of the parts: they are summed in the memory of the first
-                total = added(total, walker.parts.pop(0))
-            error = checked_error(total, output, mask, model)
-            rows += rows_of({"reconstruction_error": error}, offset, length=pd.NA)
+        nowhere = dict.fromkeys(labels[by], pd.NA)
+        rows += rows_of(checked(final_error(walker, actual, output, mask), model), offset, **nowhere)
         offset += len(output)
     return long_table(model, rows, labels[by])
+
+
+def final_error(
+    walker: Lengths | Layers, actual: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """How far the decomposition is from the model, (batch); uses up the parts of lengths."""
+    if isinstance(walker, Layers):
+        walker.arrive(actual)
+        return walker.error
+    total: Part = None
+    while walker.parts:  # summed in the memory of the first
+        total = added(total, walker.parts.pop(0))
+    return relative_error(torch.zeros_like(output) if total is None else drop_rows(total, mask), output)
 
 
 def plain_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict, dict]]:
@@ -298,7 +330,8 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
             metrics = {**part_metrics(term, output, mask), "row_sum_error": deviation.amax(-1)}
             rows += rows_of(metrics, offset, **labels)
             total = term.clone() if total is None else total.add_(term)
-        error = checked_error(total, output, mask, model)
-        rows += rows_of({"reconstruction_error": error}, offset, source=None, path=None, length=pd.NA)
+        assert total is not None
+        error = relative_error(drop_rows(total, mask), output)
+        rows += rows_of(checked(error, model), offset, source=None, path=None, length=pd.NA)
         offset += len(output)
     return long_table(model, rows, ["source", "path", "length"])
