@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import convert, encoder_attention, measure, rank_bert, tasks, theory
+from benchmarks import convert, encoder_attention, measure, paths, rank_bert, tasks, theory
 from benchmarks.timing import Row
 
 
@@ -18,6 +18,7 @@ SUITES = {
     "kernels": rank_bert.kernels,
     "encoder_attention": encoder_attention.run,
     "measure": measure.run,
+    "paths": paths.run,
     "tasks": tasks.run,
     "convert": convert.run,
     "theory": theory.run,

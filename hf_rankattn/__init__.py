@@ -29,10 +29,15 @@ if TYPE_CHECKING:
     from .models.convert import convert_rank as convert_rank
     from .probe import RankCallback as RankCallback
     from .probe import ablate as ablate
+    from .probe import isolated_paths as isolated_paths
+    from .probe import layer_bounds as layer_bounds
     from .probe import measure_attention as measure_attention
     from .probe import measure_collapse as measure_collapse
     from .probe import measure_logits as measure_logits
     from .probe import measure_weights as measure_weights
+    from .probe import path_lengths as path_lengths
+    from .probe import path_products as path_products
+    from .probe import path_terms as path_terms
     from .tasks import HullVertexF1 as HullVertexF1
     from .tasks import InvertedPairs as InvertedPairs
     from .tasks import NeighborAccuracy as NeighborAccuracy
@@ -55,6 +60,7 @@ for _base in (
 _LAZY = {
     **dict.fromkeys(("RankCallback", "ablate", "measure_attention", "measure_collapse"), ".probe"),
     **dict.fromkeys(("measure_logits", "measure_weights"), ".probe"),
+    **dict.fromkeys(("isolated_paths", "layer_bounds", "path_lengths", "path_products", "path_terms"), ".probe"),
     **dict.fromkeys(("HullVertexF1", "InvertedPairs", "NeighborAccuracy", "NeighborError"), ".tasks"),
     **dict.fromkeys(("SequenceAccuracy", "TokenAccuracy", "load_task"), ".tasks"),
     "convert_rank": ".models.convert",

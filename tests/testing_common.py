@@ -164,3 +164,17 @@ def bilinear_forms(attention: torch.nn.Module) -> torch.Tensor:
             for weight in (attention.query.weight, attention.key.weight)
         )
     return query @ key.transpose(1, 2)
+
+
+def shaken(model):
+    """Weights, biases and gains away from where initialisation puts them."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.2 * torch.randn_like(weight))
+    return model.eval()
+
+
+def small_bert(layers, heads, hidden=24, **fields):
+    sizes = {"vocab_size": 50, "hidden_size": hidden, "intermediate_size": 30, "num_hidden_layers": layers}
+    config = transformers.BertConfig(**sizes, num_attention_heads=heads, **fields)
+    return shaken(transformers.BertModel(config, add_pooling_layer=False))

@@ -1,6 +1,11 @@
 from .ablate import ablate as ablate
 from .attention import measure_attention as measure_attention
+from .bounds import layer_bounds as layer_bounds
 from .callback import RankCallback as RankCallback
 from .collapse import measure_collapse as measure_collapse
+from .isolated import isolated_paths as isolated_paths
+from .isolated import path_products as path_products
 from .logits import measure_logits as measure_logits
+from .paths import path_lengths as path_lengths
+from .paths import path_terms as path_terms
 from .weights import measure_weights as measure_weights

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,6 +52,41 @@ class Return:
     function: str | None = None
 
 
+class Values(NamedTuple):
+    """How a layer reads and writes: (groups * v, hidden) and (hidden, heads * v) as in `y = x W^T + b`, with biases."""
+
+    value: torch.Tensor
+    value_bias: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+
+
+class MLP(NamedTuple):
+    """The two maps of an MLP, (inner, hidden) and (hidden, inner), and the function between them."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """Where the two sums of a layer can be seen: what attention and MLP add to the stream, and the norms beside them."""
+
+    attended: str
+    attention_norm: str
+    updated: str
+    mlp_norm: str
+    values: Callable[[Any], Values]
+    # None where the MLP is a product of two maps, which has no Lipschitz constant
+    mlp: Callable[[Any], MLP] | None
+    # the output projection, whose argument holds the heads side by side; None where no module makes it
+    projection: str | None
+    pre_norm: Callable[[Any], bool] = lambda layer: False
+    # the norm of the base model behind its last layer
+    final_norm: str | None = None
+
+
 Edit = ZeroInput | PassInput | ZeroOutput | Feed | Return
 SWITCHES = ("attention_skip", "mlp", "mlp_skip", "norm")
 
@@ -77,6 +112,12 @@ class Family:
     # how an attention module outside of transformers' interface shows its queries and keys: puts hooks on a stack
     logits: Callable[[Any, Callable, ExitStack], None] | None = None
     applications: Callable[[PreTrainedModel], list[int]] | None = None
+    # None where a layer is no sum of heads that are linear in the stream
+    sublayers: Sublayers | None = None
+    # what a base model makes of its last states (batch, n, d) for heads that read one vector a text
+    pool: Callable[[Any, torch.Tensor], torch.Tensor] = lambda base, states: base.pooler(states)
+    # what the logits know besides the content of two tokens
+    positions: str | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -92,14 +133,38 @@ def bert_like(name: str, *model_types: str) -> Family:
             "mlp_skip": (ZeroInput("output", 1),),
             "norm": (PassInput("attention.output.LayerNorm"), PassInput("output.LayerNorm")),
         },
+        sublayers=Sublayers(
+            attended="attention.output.dense",
+            attention_norm="attention.output.LayerNorm",
+            updated="output.dense",
+            mlp_norm="output.LayerNorm",
+            values=lambda layer: linear_values(layer.attention.self.value, layer.attention.output.dense),
+            mlp=lambda layer: MLP(
+                layer.intermediate.dense.weight, layer.output.dense.weight, layer.intermediate.intermediate_act_fn
+            ),
+            projection="attention.output.dense",
+        ),
     )
 
 
 def pre_norm(
-    name: str, *model_types: str, layers: str, attention: str, mlp: str, norms: tuple[str, ...], **row
-) -> Family:
+    name: str, *model_types: str, layers: str, attention: str, mlp: str, norms: tuple[str, str],
+    values: Callable[[Any], Values] | None = None, lipschitz: Callable[[Any], MLP] | None = None,
+    projection: str | None = None, final_norm: str | None = None, **row,
+) -> Family:  # fmt: skip
     """Families that add to the stream before they normalise it: no module stands between an addition and the next."""
     reason = "the layer adds attention to the stream in its own code, with no module to hook between"
+    sublayers = values and Sublayers(
+        attended=attention,
+        attention_norm=norms[0],
+        updated=mlp,
+        mlp_norm=norms[1],
+        values=values,
+        mlp=lipschitz,
+        projection=projection,
+        pre_norm=lambda layer: True,
+        final_norm=final_norm,
+    )
     return Family(
         name=name,
         model_types=model_types,
@@ -107,6 +172,7 @@ def pre_norm(
         attention=attention,
         edits={"mlp": (ZeroOutput(mlp),), "norm": tuple(PassInput(norm) for norm in norms)},
         notes={"attention_skip": reason, "mlp_skip": reason},
+        sublayers=sublayers,
         **row,
     )
 
@@ -118,6 +184,28 @@ def linear_heads(query: nn.Linear, key: nn.Linear, config) -> tuple[torch.Tensor
     queries = query.weight.unflatten(0, (heads, -1)).transpose(1, 2)
     keys = key.weight.unflatten(0, (groups, -1)).transpose(1, 2)
     return queries, keys.repeat_interleave(heads // groups, dim=0)
+
+
+def linear_values(value: nn.Linear, output: nn.Linear, scale: float = 1.0) -> Values:
+    """The values of two linear layers; `scale` is what the heads are multiplied with before the second."""
+    return Values(value.weight, value.bias, output.weight if scale == 1 else output.weight * scale, output.bias)
+
+
+def xlnet_values(layer) -> Values:
+    """XLNet's tensors are (hidden, heads, v), without biases."""
+    attention = layer.rel_attn
+    return Values(attention.v.flatten(1).t(), None, attention.o.flatten(1), None)
+
+
+def gpt2_values(layer) -> Values:
+    """GPT-2's values are the last third of one matrix (hidden, 3 hidden)."""
+    attention, width = layer.attn, layer.attn.embed_dim
+    return Values(
+        attention.c_attn.weight[:, 2 * width :].t(),
+        attention.c_attn.bias[2 * width :],
+        attention.c_proj.weight.t(),
+        attention.c_proj.bias,
+    )
 
 
 def gpt2_heads(attention, config) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,6 +286,7 @@ TABLE = (
         layers="encoder.albert_layer_groups.*.albert_layers",
         attention="attention",
         applications=albert_applications,
+        pool=lambda base, states: base.pooler_activation(base.pooler(states[:, 0])),
         edits={
             "attention_skip": (Feed("attention.output_dropout", "attention.LayerNorm"),),
             "mlp": (Return("attention", "full_layer_layer_norm"),),
@@ -205,6 +294,15 @@ TABLE = (
             "norm": (PassInput("attention.LayerNorm"), PassInput("full_layer_layer_norm")),
             "identity_trick": (Return("attention", "ffn_output", function="activation"),),
         },
+        sublayers=Sublayers(
+            attended="attention.output_dropout",
+            attention_norm="attention.LayerNorm",
+            updated="ffn_output",
+            mlp_norm="full_layer_layer_norm",
+            values=lambda layer: linear_values(layer.attention.value, layer.attention.dense),
+            mlp=lambda layer: MLP(layer.ffn.weight, layer.ffn_output.weight, layer.activation),
+            projection="attention.dense",
+        ),
     ),
     Family(
         name="XLNet",
@@ -222,6 +320,18 @@ TABLE = (
             "mlp_skip": (Feed("ff.dropout", "ff.layer_norm"),),
             "norm": (PassInput("rel_attn.layer_norm"), PassInput("ff.layer_norm")),
         },
+        positions="relative positions",
+        sublayers=Sublayers(
+            attended="rel_attn.dropout",
+            attention_norm="rel_attn.layer_norm",
+            updated="ff.dropout",
+            mlp_norm="ff.layer_norm",
+            values=xlnet_values,
+            mlp=lambda layer: MLP(
+                layer.ff.layer_1.weight, layer.ff.layer_2.weight, layer.ff.activation_function
+            ),
+            projection=None,
+        ),
     ),
     Family(
         name="RankEncoder",
@@ -235,6 +345,19 @@ TABLE = (
             "mlp_skip": (PassInput("mlp_skip", 1),),
             "norm": (PassInput("attention_norm"), PassInput("mlp_norm")),
         },
+        sublayers=Sublayers(
+            attended="attention",
+            attention_norm="attention_norm",
+            updated="mlp",
+            mlp_norm="mlp_norm",
+            values=lambda layer: linear_values(
+                layer.attention.value, layer.attention.output, layer.attention.output_scale
+            ),
+            mlp=lambda layer: MLP(layer.mlp.up.weight, layer.mlp.down.weight, layer.mlp.activation),
+            projection="attention.output",
+            pre_norm=lambda layer: layer.pre_norm,
+            final_norm="norm",
+        ),
     ),
     Family(
         name="DistilBERT",
@@ -248,23 +371,40 @@ TABLE = (
             "mlp_skip": (Feed("ffn", "output_layer_norm"),),
             "norm": (PassInput("sa_layer_norm"), PassInput("output_layer_norm")),
         },
+        sublayers=Sublayers(
+            attended="attention",
+            attention_norm="sa_layer_norm",
+            updated="ffn",
+            mlp_norm="output_layer_norm",
+            values=lambda layer: linear_values(layer.attention.v_lin, layer.attention.out_lin),
+            mlp=lambda layer: MLP(layer.ffn.lin1.weight, layer.ffn.lin2.weight, layer.ffn.activation),
+            projection="attention.out_lin",
+        ),
     ),
     pre_norm(
         "ViT", "vit", layers="layers", attention="attention", mlp="mlp", norms=("layernorm_before", "layernorm_after"),
         query_key=lambda attention, config: linear_heads(attention.q_proj, attention.k_proj, config),
+        values=lambda layer: linear_values(layer.attention.v_proj, layer.attention.o_proj),
+        lipschitz=lambda layer: MLP(layer.mlp.fc1.weight, layer.mlp.fc2.weight, layer.mlp.activation_fn),
+        projection="attention.o_proj", final_norm="layernorm",
     ),
     pre_norm(
         "GPT-2", "gpt2", layers="h", attention="attn", mlp="mlp", norms=("ln_1", "ln_2"), causal=lambda config: True,
-        query_key=lambda attention, config: gpt2_heads(attention, config),
+        query_key=lambda attention, config: gpt2_heads(attention, config), values=gpt2_values,
+        lipschitz=lambda layer: MLP(layer.mlp.c_fc.weight.t(), layer.mlp.c_proj.weight.t(), layer.mlp.act),
+        projection="attn.c_proj", final_norm="ln_f",
     ),
     pre_norm(
         "Llama", "llama", "qwen2", "qwen3", "mistral", layers="layers", attention="self_attn", mlp="mlp",
-        norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True, query_key=lambda attention, config: linear_heads(attention.q_proj, attention.k_proj, config),
+        norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True,
+        query_key=lambda attention, config: linear_heads(attention.q_proj, attention.k_proj, config),
+        values=lambda layer: linear_values(layer.self_attn.v_proj, layer.self_attn.o_proj),
+        projection="self_attn.o_proj", final_norm="norm", positions="rotary positions",
     ),
     pre_norm(
         "DeepSeek-V3", "deepseek_v3", layers="layers", attention="self_attn", mlp="mlp",
         norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True,
-        query_key=lambda attention, config: latent_heads(attention, config),
+        query_key=lambda attention, config: latent_heads(attention, config), positions="rotary positions",
     ),
 )  # fmt: skip
 
@@ -277,6 +417,22 @@ def family_of(model: PreTrainedModel | PreTrainedConfig) -> Family:
             return family
     known = ", ".join(sorted(name for family in TABLE for name in family.model_types))
     raise ValueError(f"no row for model type {model_type!r} ({type(model).__name__}); these have one: {known}.")
+
+
+def sublayers_of(model: PreTrainedModel) -> Sublayers:
+    """Where the layers of a model add to the stream, or a `ValueError` that lists the families that show it."""
+    family = family_of(model)
+    if family.sublayers is None:
+        known = ", ".join(row.name for row in TABLE if row.sublayers is not None)
+        raise ValueError(
+            f"the layers of {family.name} have no decomposition into heads here: a norm stands between its values and "
+            f"the stream. There is one for {known}."
+        )
+    if model.config.chunk_size_feed_forward:
+        raise ValueError("set config.chunk_size_feed_forward to 0 first: the MLP of a layer is seen as a whole.")
+    if getattr(model.config, "add_cross_attention", False):
+        raise ValueError("cross-attention reads another stream: only models without it can be decomposed into paths.")
+    return family.sublayers
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,290 @@
+"""A model as it acted on one batch, with its maps and norms held still: a chain of sublayers, linear in the stream."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from ..measure.norms import working
+from ..models.rank_encoder.modeling_rank_encoder import L2Norm
+from .ablate import first
+from .architectures import Values, base_of, family_of, layers_of, sublayers_of, submodule
+from .attention import implementation
+from .batches import evaluating
+from .weights import present
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """A norm whose scale of each token stays what it was: (x - mean) * inverse * gain + bias, and linear but for bias."""
+
+    inverse: torch.Tensor
+    center: bool
+    gain: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def apply_(self, states: torch.Tensor) -> torch.Tensor:
+        """The linear part, in place."""
+        if self.center:
+            states.sub_(states.mean(-1, keepdim=True))
+        states.mul_(self.inverse)
+        return states if self.gain is None else states.mul_(self.gain)
+
+
+def freeze_norm(module: nn.Module | None, before: torch.Tensor, after: torch.Tensor) -> FrozenNorm | None:
+    """The norm that took `before` (batch, n, d) to `after`; None where it did nothing or was taken away."""
+    if module is None or before is after or torch.equal(before, after):
+        return None
+    return norm_on(module, before)
+
+
+def norm_on(module: nn.Module, before: torch.Tensor) -> FrozenNorm:
+    """A norm as it acts on states (batch, n, d), by its kind."""
+    states = working(before)
+    with present(module):  # weights that are offloaded are gone again when the norm has run
+        learned = (getattr(module, name, None) for name in ("weight", "bias", "scale"))
+        gain, bias, scale = (None if value is None else working(value.detach()) for value in learned)
+    if isinstance(module, L2Norm):
+        inverse = torch.rsqrt(states.square().sum(-1, keepdim=True) + module.eps**2)
+        return FrozenNorm(inverse, False, scale, None)
+    if isinstance(module, nn.LayerNorm):
+        variance = states.var(-1, keepdim=True, correction=0)
+        return FrozenNorm(torch.rsqrt(variance + module.eps), True, gain, bias)
+    if "RMSNorm" in type(module).__name__:
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        epsilon = torch.finfo(before.dtype).eps if epsilon is None else epsilon
+        return FrozenNorm(torch.rsqrt(states.square().mean(-1, keepdim=True) + epsilon), False, gain, None)
+    raise ValueError(
+        f"no way is known to freeze a {type(module).__name__}: there is one for LayerNorm, RMSNorm, L2Norm."
+    )
+
+
+@dataclass(frozen=True)
+class FrozenStep:
+    """One sublayer. States x (batch, n, d) become `norm(skip * x + update) + source`, of which the norm is frozen."""
+
+    name: str
+    skip: bool
+    norm: FrozenNorm | None
+    source: torch.Tensor | None
+
+    def carry_(self, states: torch.Tensor) -> torch.Tensor:
+        """What the sum behind the update goes through, in place."""
+        return states if self.norm is None else self.norm.apply_(states)
+
+
+@dataclass(frozen=True)
+class FrozenAttention(FrozenStep):
+    """A sublayer of attention; its update is `sum_h P_h (before x) W_h`."""
+
+    maps: torch.Tensor
+    values: Values
+    before: FrozenNorm | None
+
+    @property
+    def heads(self) -> int:
+        return self.maps.shape[1]
+
+    def context(self, states: torch.Tensor) -> torch.Tensor:
+        """`P_h x W_V,h` of all heads, (batch, heads, n, v)."""
+        if self.before is not None:
+            states = self.before.apply_(states.clone())
+        width = self.values.output.shape[1] // self.heads
+        value = linear(states, self.values.value).unflatten(-1, (-1, width)).transpose(1, 2)
+        if value.shape[1] != self.heads:
+            value = value.repeat_interleave(self.heads // value.shape[1], dim=1)
+        return self.maps @ value
+
+    def attend(self, states: torch.Tensor) -> torch.Tensor:
+        """What all heads together make of states, without biases."""
+        return linear(self.context(states).transpose(1, 2).flatten(2), self.values.output)
+
+    def attend_heads(self, states: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
+        """What each head makes of states, (heads, batch, n, d)."""
+        output = self.values.output.unflatten(1, (self.heads, -1))[:, heads]
+        return torch.einsum("bhnv,dhv->hbnd", self.context(states)[:, heads], output)
+
+
+class Walker(Protocol):
+    """Follows the stream through a frozen model, sublayer by sublayer, while the model runs."""
+
+    def start(self, states: torch.Tensor) -> None: ...
+
+    def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
+        """`stream` is what really entered the sublayer."""
+
+
+def constant_row(values: Values, maps: torch.Tensor, before: FrozenNorm | None) -> torch.Tensor | None:
+    """What attention adds whatever it is given: a map hands on a row that all tokens share, as its rows sum to one."""
+    bias, heads = values.value_bias, maps.shape[1]
+    if before is not None and before.bias is not None:
+        shared = linear(before.bias, values.value)
+        bias = shared if bias is None else bias + shared
+    if bias is None:
+        return None if values.output_bias is None else values.output_bias.expand(len(maps), maps.shape[2], -1).clone()
+    output = values.output.unflatten(1, (heads, -1))
+    bias = bias.unflatten(0, (-1, output.shape[-1]))
+    rows = torch.einsum("hv,dhv->hd", bias.repeat_interleave(heads // len(bias), dim=0), output)
+    # the sums of the rows are one up to rounding; with them the sum of all paths is the output to the last digits
+    constant = maps.sum(-1).transpose(1, 2) @ rows
+    return constant if values.output_bias is None else constant.add_(values.output_bias)
+
+
+def read_values(layer: nn.Module, read: Callable[[Any], Values]) -> Values:
+    with present(layer):
+        values = read(layer)
+    if any(value is not None and not value.is_floating_point() for value in values):
+        raise ValueError(
+            f"the weights of {type(layer).__name__} are quantised, and packed integers cannot be applied to a part of "
+            "the stream. Use the model before it was quantised, or model.dequantize()."
+        )
+    return Values(*(None if value is None else working(value.detach()) for value in values))  # type: ignore[arg-type]
+
+
+class Recorder:
+    """Hooks that show each sublayer to a walker as soon as it has run, and keep nothing behind it."""
+
+    def __init__(self, model: PreTrainedModel, walker: Walker, stack: ExitStack):
+        self.family, self.sublayers, self.walker, self.layer = family_of(model), sublayers_of(model), walker, -1
+        self.seen: dict[str, torch.Tensor] = {}
+        rows = self.sublayers
+        for layer in dict.fromkeys(layers_of(model)):
+            self.watch(layer, rows.attended, "attended", stack)
+            if self.family.maps == "dropout":
+                dropout = submodule(layer, f"{self.family.attention}.dropout")
+                stack.callback(dropout.register_forward_pre_hook(self.drop).remove)  # type: ignore[union-attr]
+            else:
+                attention = submodule(layer, self.family.attention)
+                stack.callback(attention.register_forward_hook(self.attend_in(layer)).remove)  # type: ignore[union-attr]
+            self.watch(layer, rows.updated, "updated", stack)
+            for path, leave in (
+                (rows.attention_norm, self.leave_attention_norm),
+                (rows.mlp_norm, self.leave_mlp_norm),
+            ):
+                if (norm := submodule(layer, path)) is not None:
+                    stack.callback(norm.register_forward_hook(self.in_layer(leave, layer)).remove)
+            stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(self.leave).remove)
+        last = rows.final_norm and submodule(base_of(model), rows.final_norm)
+        if last:
+            stack.callback(last.register_forward_hook(self.finish).remove)  # type: ignore[union-attr]
+
+    def watch(self, layer: nn.Module, path: str, name: str, stack: ExitStack) -> None:
+        def remember(module, args, output) -> None:
+            self.seen[name] = first(output)
+
+        if (module := submodule(layer, path)) is not None:
+            stack.callback(module.register_forward_hook(remember).remove)
+
+    @staticmethod
+    def in_layer(leave: Callable, layer: nn.Module) -> Callable:
+        return lambda module, args, output: leave(layer, module, args[0], output)
+
+    def states(self, states: torch.Tensor) -> torch.Tensor:
+        return working(states if self.family.batch_first else states.transpose(0, 1))
+
+    def enter(self, module, args, kwargs) -> None:
+        self.layer += 1
+        self.seen.clear()
+        self.seen["stream"] = args[0] if args else kwargs["hidden_states"]
+        if self.layer == 0:
+            self.walker.start(self.states(self.seen["stream"]))
+
+    def attend_in(self, layer: nn.Module) -> Callable:
+        def attend(module, args, output) -> None:
+            if output[1] is None:
+                raise ValueError(
+                    f"{type(module).__name__} returned no maps under eager attention: there are no paths to follow."
+                )
+            self.seen["maps"] = output[1]
+            if "late" in self.seen:
+                norm = submodule(layer, self.sublayers.attention_norm)
+                self.attention(layer, norm, self.seen.pop("late"), output[0])
+
+        return attend
+
+    def drop(self, module, args) -> None:
+        # XLNet's attention sends its maps through dropout first, and then its output
+        self.seen.setdefault("maps", args[0])
+
+    def leave_attention_norm(self, layer, norm, before, after) -> None:
+        if self.sublayers.pre_norm(layer):
+            self.seen["before"], self.seen["normed"] = before, after
+        elif "maps" in self.seen:
+            self.attention(layer, norm, before, after)
+        else:  # ALBERT's norm is a part of its attention, which returns the maps after it
+            self.seen["late"] = before
+
+    def leave_mlp_norm(self, layer, norm, before, after) -> None:
+        if self.sublayers.pre_norm(layer):
+            self.attention(layer, None, before, before)
+        else:
+            self.seen["sum"], self.seen["after"] = before, after
+
+    def attention(self, layer, norm, total, after) -> None:
+        """The step of attention, once the sum behind it, `total`, has been made and, in post-norm, normalised."""
+        seen, pre_norm = self.seen, self.sublayers.pre_norm(layer)
+        maps = working(seen.pop("maps"))
+        attended, total, after = (self.states(x) for x in (seen.pop("attended"), total, after))
+        values = read_values(layer, self.sublayers.values)
+        before = None
+        if pre_norm:
+            module = submodule(layer, self.sublayers.attention_norm)
+            before = freeze_norm(module, self.states(seen.pop("before")), self.states(seen.pop("normed")))
+        frozen = freeze_norm(norm, total, after)
+        source = finished(constant_row(values, maps, before), frozen)
+        # where the skip is gone, the sum is the update itself, to the last bit
+        skip = not torch.equal(total, attended)
+        stream = self.states(seen.pop("stream"))
+        step = FrozenAttention(f"attention.{self.layer}", skip, frozen, source, maps, values, before)
+        self.walker.step(step, stream)
+        seen["middle"] = total if pre_norm else after
+
+    def leave(self, layer, args, output) -> None:
+        seen, states, pre_norm = self.seen, first(output), self.sublayers.pre_norm(layer)
+        if "middle" not in seen:  # pre-norm without an MLP: the sum is what the layer returns
+            self.attention(layer, None, states, states)
+        states, middle = self.states(states), seen["middle"]
+        if not torch.equal(states, middle):  # else the MLP is switched off or taken away
+            norm = None if pre_norm else submodule(layer, self.sublayers.mlp_norm)
+            total = states if pre_norm else self.states(seen["sum"])
+            after = states if pre_norm else self.states(seen["after"])
+            updated, frozen = self.states(seen["updated"]), freeze_norm(norm, total, after)
+            skip = not torch.equal(total, updated)
+            step = FrozenStep(f"mlp.{self.layer}", skip, frozen, finished(updated.clone(), frozen))
+            self.walker.step(step, middle)
+        seen.clear()
+
+    def finish(self, module, args, output) -> None:
+        before, after = self.states(args[0]), self.states(output)
+        frozen = freeze_norm(module, before, after)
+        if frozen is not None:
+            source = None if frozen.bias is None else frozen.bias.expand_as(before).clone()
+            self.walker.step(FrozenStep("norm", True, frozen, source), before)
+
+
+def finished(source: torch.Tensor | None, norm: FrozenNorm | None) -> torch.Tensor | None:
+    """A source behind the norm that it goes through, with the bias of the norm; changes its argument."""
+    if norm is None:
+        return source
+    if source is None:
+        return None if norm.bias is None else norm.bias.expand(*norm.inverse.shape[:-1], -1).clone()
+    norm.apply_(source)
+    return source if norm.bias is None else source.add_(norm.bias)
+
+
+def walk(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], walker: Walker) -> Any:
+    """Run the base model on a batch with a walker inside; returns what the base model returns."""
+    if foreign := sorted({"target_mapping", "perm_mask", "mems", "past_key_values"} & set(batch)):
+        raise ValueError(f"paths go through one stream, from its first layer: leave out {', '.join(foreign)}.")
+    if "input_ids" in batch and batch["input_ids"].ndim != 2:
+        raise ValueError(f"`input_ids` must be (batch, n), got {tuple(batch['input_ids'].shape)}.")
+    base = base_of(model)
+    with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
+        Recorder(model, walker, stack)
+        return base(**batch)

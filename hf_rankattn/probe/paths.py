@@ -1,0 +1,337 @@
+"""Which paths through its heads a model's output is made of: one by one, or all of a length at once."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from ..measure import relative_residual
+from ..measure.norms import drop_rows, working
+from .architectures import base_of, sublayers_of
+from .batches import Inputs, batches_of, plain, real_tokens
+from .frozen import FrozenAttention, FrozenStep, walk
+from .task_head import TaskHead, task_batches
+
+
+Part = torch.Tensor | None  # None is zero
+
+
+def added(part: Part, update: Part) -> Part:
+    """The sum of two parts, in the memory of the first."""
+    if part is None or update is None:
+        return update if part is None else part
+    return part.add_(update)
+
+
+class Lengths:
+    """The part of the stream that has gone through k heads, for every k, by one recursion over the sublayers.
+
+    Through `(I + t A_L) ... (I + t A_1)` the coefficient of t^k is all paths of length k. A layer moves the part of k
+    heads to that of k + 1, and its skip leaves it where it is, so parts are updated from the longest down, in place.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+
+    def start(self, states: torch.Tensor) -> None:
+        self.parts = [states.clone()]
+
+    def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
+        if isinstance(step, FrozenAttention):
+            self.parts.append(None)
+        for k in reversed(range(len(self.parts))):
+            part = self.parts[k] if step.skip else None
+            if isinstance(step, FrozenAttention) and k and self.parts[k - 1] is not None:
+                part = added(part, step.attend(self.parts[k - 1]))  # type: ignore[arg-type]
+            self.parts[k] = None if part is None else step.carry_(part)
+        self.parts[0] = added(self.parts[0], step.source)
+
+    def index(self) -> list[dict[str, int]]:
+        return [{"length": k} for k in range(len(self.parts))]
+
+
+class Guard:
+    """Compares what enters each sublayer with what the frozen one before it makes of what entered that."""
+
+    expected: torch.Tensor
+    error: torch.Tensor
+
+    def start(self, states: torch.Tensor) -> None:
+        self.expected, self.error = states, torch.zeros(len(states), dtype=states.dtype, device=states.device)
+
+    def arrive(self, stream: torch.Tensor) -> None:
+        """What really enters a sublayer, or leaves the last."""
+        self.error = torch.maximum(self.error, relative_error(self.expected, stream))
+
+    def expect(self, step: FrozenStep, stream: torch.Tensor, updates: Sequence[torch.Tensor]) -> None:
+        """What should arrive next."""
+        total = stream.clone() if step.skip else torch.zeros_like(stream)
+        for update in updates:
+            total += update
+        self.expected = step.carry_(total) if step.source is None else step.carry_(total).add_(step.source)
+
+
+class Layers(Guard):
+    """The part of the stream that has gone through the attention of a layer, or through one of its heads, for each."""
+
+    def __init__(self, heads: bool) -> None:
+        self.by_head, self.parts, self.rows = heads, list[Part](), list[dict[str, int]]()
+        self.depth = 0
+
+    def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
+        self.arrive(stream)
+        for place, part in enumerate(self.parts):
+            update = step.attend(part) if isinstance(step, FrozenAttention) and part is not None else None
+            part = added(part if step.skip else None, update)
+            self.parts[place] = None if part is None else step.carry_(part)
+        new: list[torch.Tensor] = []
+        if isinstance(step, FrozenAttention):
+            new = list(step.attend_heads(stream)) if self.by_head else [step.attend(stream)]
+            self.rows += [{"layer": self.depth, **({"head": h} if self.by_head else {})} for h in range(len(new))]
+            self.depth += 1
+        self.expect(step, stream, new)
+        self.parts += [step.carry_(part) for part in new]
+
+    def index(self) -> list[dict[str, int]]:
+        return self.rows
+
+
+class Steps:
+    """Keeps every sublayer: for networks that are small enough to have their paths named one by one."""
+
+    def __init__(self) -> None:
+        self.steps: list[FrozenStep] = []
+        self.states: torch.Tensor | None = None
+
+    def start(self, states: torch.Tensor) -> None:
+        self.states = states.clone()
+
+    def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
+        self.steps.append(step)
+
+
+class PathTerm(NamedTuple):
+    """One path: where it starts, the head of each layer (0 for the skip, _ before its start), its map and its term."""
+
+    source: str
+    path: str
+    length: int
+    matrix: torch.Tensor
+    term: torch.Tensor
+
+
+def inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bnd,bnd->b", x, y)
+
+
+def part_metrics(part: Part, output: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """How a part relates to the output (batch, n, d), whose padding is zero; each value is (batch)."""
+    size = inner(output, output)
+    if part is None:
+        nothing, undefined = torch.zeros_like(size), torch.full_like(size, torch.nan)
+        return {"projection": nothing, "norm_ratio": nothing, "cosine": undefined, "relative_residual": undefined}
+    part = drop_rows(part, mask)
+    product, norm = inner(part, output), inner(part, part).sqrt()
+    return {
+        "projection": product / size,
+        "norm_ratio": norm / size.sqrt(),
+        "cosine": product / (norm * size.sqrt()),
+        "relative_residual": relative_residual(part, mask),
+    }
+
+
+def relative_error(found: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """The distance of two states (batch, n, d) over the norm of the second, (batch)."""
+    return torch.linalg.vector_norm(found - states, dim=(1, 2)) / torch.linalg.vector_norm(states, dim=(1, 2))
+
+
+def checked(error: torch.Tensor, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The error of a decomposition as a metric; one that leaves fewer than half of the digits is raised."""
+    # float32 has the say in float64 models, too, since some norms compute in it whatever the model does
+    allowed = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+    if not bool((error <= allowed).all()):
+        raise ValueError(
+            f"the paths of {type(model).__name__} do not add up to its output: relative error {error.max().item():.1e}. "
+            "Its weights hold NaN or Inf, or something acts on its layers that the table of architectures does not "
+            "know, such as adapters (merge them first) or hooks."
+        )
+    return {"reconstruction_error": error}
+
+
+def rows_of(metrics: Mapping[str, torch.Tensor], offset: int, **labels) -> list[dict]:
+    return [
+        {**labels, "example": offset + example, "metric": metric, "value": value}
+        for metric, values in metrics.items()
+        for example, value in enumerate(values.cpu().double().tolist())
+    ]
+
+
+def long_table(model: PreTrainedModel, rows: list[dict], labels: list[str]) -> pd.DataFrame:
+    table = pd.DataFrame(rows).assign(model=model.config.model_type)
+    for name in ("length", "layer", "head"):
+        if name in table:
+            table[name] = table[name].astype("Int64")
+    return table[["model", *labels, "example", "metric", "value"]]
+
+
+def path_lengths(
+    model: PreTrainedModel, inputs: Inputs, by: Literal["length", "layer", "head"] = "length", loss: bool = False
+) -> pd.DataFrame:
+    """What all paths of each length contribute to the output of a model, exactly, without going through them.
+
+    Args:
+        model: A model of a family in the table of architectures, whole or under [`ablate`].
+        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        by (`str`, *optional*, defaults to `"length"`):
+            `"length"`: the parts are the sums of all paths through k heads, k = 0..L; together they are the output.
+            `"layer"` or `"head"`: the parts are the sums of all paths through the attention of a layer, or through one
+            head of it. A path through k heads is in k of those, so together they are the sum of k times the part of
+            length k. There are L and L H parts to carry: `"head"` takes the time of a dozen forward passes.
+        loss (`bool`, *optional*):
+            Also give the loss that the task head of the model has on each example (the batch needs its labels) when
+            `last_hidden_state` is cut: for lengths to those up to k (`loss_up_to`) or to k alone (`loss_only`); for
+            layers and heads, to all but their part (`loss_without`).
+
+    Maps and scales of norms are held as they are in the forward pass of the whole model. Then every sublayer is linear,
+    and its biases and the outputs of MLPs are sources, whose paths have length 0 where they enter. The output is
+    `last_hidden_state`, behind the last norm of models that have one.
+
+    Metrics: `projection` (inner product with the output over its squared norm), `norm_ratio`, `cosine`,
+    `relative_residual` of the part itself; cosine and residual of a part that is zero are NaN. `reconstruction_error`, in
+    rows of no length, layer or head, is the relative distance of the sum of all lengths from the output; for layers and
+    heads, whose sum is not the output, the largest such distance of one sublayer. A large one is raised.
+
+    Returns a long table with the columns `model, length, example, metric, value`, with `layer` or `layer, head` in the
+    place of `length`.
+    """
+    model = plain(model)
+    sublayers_of(model)
+    labels = {"length": ["length"], "layer": ["layer"], "head": ["layer", "head"]}
+    if by not in labels:
+        raise ValueError(f"`by` must be 'length', 'layer' or 'head', got {by!r}.")
+    rows, offset = [], 0
+    for batch, task_batch in task_batches(model, inputs) if loss else plain_batches(model, inputs):
+        mask = real_tokens(base_of(model), batch)
+        walker = Lengths() if by == "length" else Layers(heads=by == "head")
+        result = walk(model, batch, walker)
+        actual = working(result.last_hidden_state)
+        output = drop_rows(actual, mask)
+        for index, part in zip(walker.index(), walker.parts, strict=True):
+            rows += rows_of(part_metrics(part, output, mask), offset, **index)
+        if loss:
+            head = TaskHead(model, result, task_batch)
+            rows += [
+                row for index, metrics in losses(walker, head, actual) for row in rows_of(metrics, offset, **index)
+            ]
+        nowhere = dict.fromkeys(labels[by], pd.NA)
+        rows += rows_of(checked(final_error(walker, actual, output, mask), model), offset, **nowhere)
+        offset += len(output)
+    return long_table(model, rows, labels[by])
+
+
+def final_error(
+    walker: Lengths | Layers, actual: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """How far the decomposition is from the model, (batch); uses up the parts of lengths."""
+    if isinstance(walker, Layers):
+        walker.arrive(actual)
+        return walker.error
+    total: Part = None
+    while walker.parts:  # summed in the memory of the first
+        total = added(total, walker.parts.pop(0))
+    return relative_error(torch.zeros_like(output) if total is None else drop_rows(total, mask), output)
+
+
+def plain_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict, dict]]:
+    for batch in batches_of(base_of(model), inputs):
+        yield batch, {}
+
+
+def losses(
+    walker: Lengths | Layers, head: TaskHead, output: torch.Tensor
+) -> Iterator[tuple[dict[str, int], dict[str, torch.Tensor]]]:
+    """The loss on what is left of the output, for every part of a walker."""
+    total = torch.zeros_like(output)
+    for index, part in zip(walker.index(), walker.parts, strict=True):
+        own = torch.zeros_like(output) if part is None else part
+        if isinstance(walker, Lengths):
+            total += own
+            yield index, {"loss_only": head.loss(own), "loss_up_to": head.loss(total)}
+        else:
+            yield index, {"loss_without": head.loss(output - own)}
+
+
+def each_path(steps: list[FrozenStep], states: torch.Tensor) -> Iterator[PathTerm]:
+    """Every path of a frozen network, from the states at its beginning and from every source inside it."""
+    identity = torch.eye(states.shape[1], dtype=states.dtype, device=states.device).expand(len(states), -1, -1)
+
+    def follow(place: int, source: str, path: tuple[str, ...], matrix, term) -> Iterator[PathTerm]:
+        if place == len(steps):
+            yield PathTerm(source, " ".join(path), sum(part not in "0_" for part in path), matrix, term)
+            return
+        step = steps[place]
+        taken = ("0",) if isinstance(step, FrozenAttention) else ()
+        if step.skip:
+            yield from follow(place + 1, source, path + taken, matrix, step.carry_(term.clone()))
+        if isinstance(step, FrozenAttention):
+            for head, update in enumerate(step.attend_heads(term)):
+                longer = step.maps[:, head] @ matrix
+                yield from follow(place + 1, source, (*path, str(head + 1)), longer, step.carry_(update))
+
+    yield from follow(0, "embeddings", (), identity, states)
+    before: tuple[str, ...] = ()
+    for place, step in enumerate(steps):
+        before += ("_",) if isinstance(step, FrozenAttention) else ()
+        if step.source is not None:
+            yield from follow(place + 1, step.name, before, identity, step.source)
+
+
+def count_paths(steps: list[FrozenStep]) -> int:
+    """How many paths [`each_path`] will go through."""
+    behind, total = 1, 0
+    for step in reversed(steps):
+        total += behind if step.source is not None else 0
+        behind *= step.skip + (step.heads if isinstance(step, FrozenAttention) else 0)
+    return total + behind
+
+
+def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> pd.DataFrame:
+    """Every path through the heads of a small network, one by one; the sum of their terms is its output.
+
+    Args:
+        model: A model of a family in the table of architectures, whole or under [`ablate`].
+        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        limit (`int`, *optional*, defaults to 20000): How many paths are gone through; there are (H + 1)^L with skips.
+
+    `path` names a head for every layer, from 1, or 0 for its skip, or `_` for layers before its `source`: the
+    embeddings, or what a sublayer adds by itself (its bias, the output of an MLP, the bias of a norm). Besides the metrics
+    of [`path_lengths`] there are `row_sum_error`, the largest distance of a row sum of the path's map, the product of the
+    maps of its heads, from one, and `reconstruction_error`, in rows of no path.
+
+    Returns a long table with the columns `model, source, path, length, example, metric, value`.
+    """
+    model = plain(model)
+    sublayers_of(model)
+    rows, offset = [], 0
+    for batch in batches_of(base_of(model), inputs):
+        mask, walker = real_tokens(base_of(model), batch), Steps()
+        output = drop_rows(working(walk(model, batch, walker).last_hidden_state), mask)
+        if (count := count_paths(walker.steps)) > limit:
+            raise ValueError(f"the network has {count} paths, above limit={limit}: use path_lengths, which sums them.")
+        total: Part = None
+        assert walker.states is not None
+        for source, path, length, matrix, term in each_path(walker.steps, walker.states):
+            labels = {"source": source, "path": path, "length": length}
+            deviation = (matrix.sum(-1) - 1).abs()
+            if mask is not None:
+                deviation = deviation.masked_fill(~mask.bool(), 0)
+            metrics = {**part_metrics(term, output, mask), "row_sum_error": deviation.amax(-1)}
+            rows += rows_of(metrics, offset, **labels)
+            total = term.clone() if total is None else total.add_(term)
+        assert total is not None
+        error = relative_error(drop_rows(total, mask), output)
+        rows += rows_of(checked(error, model), offset, source=None, path=None, length=pd.NA)
+        offset += len(output)
+    return long_table(model, rows, ["source", "path", "length"])

@@ -1,0 +1,65 @@
+"""What the head of a task makes of states that its base model did not return."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .architectures import base_of, family_of
+from .batches import Inputs, batches_of, evaluating
+
+
+def task_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict, dict]]:
+    """Each batch as the base model takes it, and as the whole model does, with its labels."""
+    base = base_of(model)
+    if base is model:
+        raise ValueError(f"{type(model).__name__} has no task head, and so no loss: give a model with a head.")
+    accepted = set(inspect.signature(base.forward).parameters)
+    for batch in batches_of(model, inputs):
+        yield {name: value for name, value in batch.items() if name in accepted}, batch
+
+
+class TaskHead:
+    """The head of a model, fed with other states than those of its base model, which does not run again."""
+
+    def __init__(self, model: PreTrainedModel, result: Any, batch: Mapping[str, torch.Tensor]):
+        self.model, self.base, self.result, self.batch = model, base_of(model), result, batch
+
+    @contextmanager
+    def returning(self, states: torch.Tensor) -> Iterator[None]:
+        """The base model returns these states (batch, n, d), whatever it is given."""
+        result = copy(self.result)
+        result.last_hidden_state = states.to(self.model.dtype)
+        if getattr(result, "pooler_output", None) is not None:
+            result.pooler_output = family_of(self.model).pool(self.base, result.last_hidden_state)
+        before = vars(self.base).get("forward")  # offloading puts one there, too
+        self.base.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.base.forward
+            if before is not None:
+                self.base.forward = before  # type: ignore[method-assign]
+
+    def outputs(self, states: torch.Tensor) -> Iterator[tuple[Any, Mapping[str, torch.Tensor]]]:
+        """What the model returns for each example by itself, and the example."""
+        for example in range(len(states)):
+            own = {name: value[example : example + 1] for name, value in self.batch.items()}
+            with evaluating(self.model), self.returning(states[example : example + 1]):
+                yield self.model(**own), own
+
+    def loss(self, states: torch.Tensor) -> torch.Tensor:
+        """The loss of each example, (batch)."""
+        found = []
+        for output, _ in self.outputs(states):
+            if getattr(output, "loss", None) is None:
+                raise ValueError(
+                    f"{type(self.model).__name__} returned no loss: the batch needs its labels, and has "
+                    f"{', '.join(self.batch)}."
+                )
+            found.append(output.loss)
+        return torch.stack(found)

@@ -1,0 +1,110 @@
+"""Single paths by themselves, and products of maps along them: against networks and products made by hand."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from testing_common import FAMILIES, FAMILY_IDS, float_tensors, shaken, small_bert, tiny_inputs
+from transformers import BertConfig, BertModel
+
+from hf_rankattn import RankEncoderConfig, RankEncoderModel, isolated_paths, path_products, path_terms
+from hf_rankattn.probe.frozen import walk
+from hf_rankattn.probe.isolated import Products, draw_paths, sum_of_paths
+
+
+def value_of(table, metric, **labels):
+    rows = table[table.metric == metric]
+    for name, label in labels.items():
+        rows = rows[rows[name] == label]
+    return rows.value
+
+
+class TestIsolatedPaths:
+    def by_hand(self, model, ids, path):
+        """One path of a BERT as a network of its own: {layer: head} from the embeddings, norms without gain and bias."""
+        width = model.config.hidden_size // model.config.num_attention_heads
+        states = model.embeddings(ids)
+        for index, head in enumerate(path):
+            if head < 0:
+                continue
+            attention = model.encoder.layer[index].attention
+            part = slice(head * width, (head + 1) * width)
+            query, key, value = (
+                layer(states)[..., part] for layer in (attention.self.query, attention.self.key, attention.self.value)
+            )
+            maps = (query @ key.transpose(1, 2) / math.sqrt(width)).softmax(-1)
+            total = maps @ value @ attention.output.dense.weight[:, part].T + attention.output.dense.bias
+            states = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
+        return states
+
+    def test_against_networks_made_by_hand(self):
+        model = small_bert(3, 4).double()
+        ids = torch.randint(50, (2, 7))
+        for length in range(4):
+            chosen = draw_paths([4, 4, 4], length, 5, [0, length])
+            assert ((chosen >= 0).sum(1) == length).all()
+            _, states = sum_of_paths(model, {"input_ids": ids}, chosen, mlp=False)
+            total = sum(self.by_hand(model, ids, path.tolist()) for path in chosen)
+            expected = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
+            torch.testing.assert_close(states, expected)
+
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    def test_every_family_and_restored_to_the_last_bit(self, family):
+        model = shaken(family.rank("ForTokenClassification")(family.rank_config(qk_rank=3)))
+        batch = tiny_inputs(family, "ForTokenClassification", labels=True)
+        before = float_tensors(model(**batch))
+        table = isolated_paths(model, batch, paths=3, repetitions=2)
+        assert set(table.metric) == {"relative_residual", "loss", "accuracy"}
+        assert all(torch.equal(a, b) for a, b in zip(before, float_tensors(model(**batch)), strict=True))
+        # a path through more layers of attention without skips has less rank
+        curve = table[table.metric == "relative_residual"].groupby("length").value.mean().tolist()
+        assert curve[0] > curve[-1]
+        again = isolated_paths(model, batch, paths=3, repetitions=2)
+        assert table.value.equals(again.value)
+        assert not table.value.equals(isolated_paths(model, batch, paths=3, repetitions=2, seed=1).value)
+
+    def test_they_are_not_the_terms_of_the_decomposition(self):
+        """With one layer and one path the terms and the sub-networks part at the skip and at the norm."""
+        model, batch = small_bert(1, 1).double(), {"input_ids": torch.randint(50, (1, 6))}
+        term = value_of(path_terms(model, batch), "relative_residual", path="1").item()
+        isolated = value_of(isolated_paths(model, batch, paths=1, repetitions=1), "relative_residual", length=1).item()
+        assert term != pytest.approx(isolated, rel=1e-3)
+
+    def test_what_has_no_isolated_paths(self):
+        with pytest.raises(ValueError, match="normalise after they add"):
+            isolated_paths(
+                RankEncoderModel(RankEncoderConfig(input_dim=4, norm_placement="pre")), {"points": torch.ones(1, 4, 4)}
+            )
+        with pytest.raises(ValueError, match="`paths` and `repetitions` must be at least 1"):
+            isolated_paths(small_bert(1, 1), {"input_ids": torch.ones(1, 4, dtype=torch.long)}, paths=0)
+
+
+class TestProducts:
+    def test_against_products_of_the_maps_that_the_model_returns(self):
+        model, ids = small_bert(3, 2).double(), torch.randint(50, (2, 6))
+        chosen = torch.tensor(list(itertools.product([-1, 0, 1], repeat=3))).numpy()[1:]
+        examples = torch.arange(len(chosen)).numpy() % 2
+        walker = Products(chosen, examples)
+        walk(model, {"input_ids": ids}, walker)
+        model.set_attn_implementation("eager")
+        maps = model(ids, output_attentions=True).attentions
+        for product, path, example in zip(walker.products, chosen, examples, strict=True):
+            expected = torch.eye(6, dtype=torch.float64)
+            for layer, head in enumerate(path):
+                if head >= 0:
+                    expected = maps[layer][example, head] @ expected
+            torch.testing.assert_close(product, expected)
+
+    @pytest.mark.slow
+    def test_the_rate_at_initialisation(self):
+        model = BertModel(BertConfig(), add_pooling_layer=False).eval()
+        ids = torch.randint(30000, (4, 128), generator=torch.Generator().manual_seed(0))
+        table = path_products(model, {"input_ids": ids}, lengths=[1, 2, 3])
+        medians = table.groupby("length").value.median().tolist()
+        for found, published in zip(medians, (0.153, 2.6e-3, 4.6e-5), strict=True):
+            assert published / 2 < found < published * 2
+
+    def test_lengths(self):
+        with pytest.raises(ValueError, match="`lengths` within 1 and 2"):
+            path_products(small_bert(2, 2), {"input_ids": torch.ones(1, 4, dtype=torch.long)}, lengths=[3])

@@ -1,0 +1,462 @@
+"""Paths through heads: against enumeration by hand, by the sum rule on every family, and on real weights."""
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, shaken, small_bert, tiny_inputs
+from transformers import (
+    BertConfig,
+    BertModel,
+    DeepseekV3Config,
+    DeepseekV3Model,
+    DistilBertConfig,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2Config,
+    Qwen2Model,
+    RobertaConfig,
+    RobertaModel,
+    ViTConfig,
+    ViTModel,
+)
+
+from hf_rankattn import (
+    RankEncoderConfig,
+    RankEncoderForPointRegression,
+    RankEncoderModel,
+    ablate,
+    isolated_paths,
+    measure_collapse,
+    path_lengths,
+    path_products,
+    path_terms,
+    relative_residual,
+)
+from hf_rankattn.probe.paths import Layers, Lengths, Steps, each_path, walk
+
+
+def value_of(table, metric, **labels):
+    rows = table[table.metric == metric]
+    for name, label in labels.items():
+        rows = rows[rows[name] == label]
+    return rows.value
+
+
+def error_of(table):
+    return value_of(table, "reconstruction_error").max()
+
+
+def enumerated(model, batch, skip, mlp, norm):
+    """The paths of a BERT one by one, from its weights and the maps it returns: {(source, heads): (matrix, term)}.
+
+    Nothing of the package is used, but for `ablate` around the call, which the maps and states are taken under.
+    """
+    model.set_attn_implementation("eager")
+    out = model(**batch, output_attentions=True, output_hidden_states=True)
+    heads, width = model.config.num_attention_heads, model.config.hidden_size // model.config.num_attention_heads
+    terms = {("embeddings", ()): (torch.eye(out.attentions[0].shape[-1], dtype=model.dtype), out.hidden_states[0])}
+    for index, layer in enumerate(model.encoder.layer):
+        maps, states = out.attentions[index], out.hidden_states[index]
+        dense, value = layer.attention.output.dense, layer.attention.self.value
+        parts = [slice(h * width, (h + 1) * width) for h in range(heads)]
+        merged = [value.weight.T[:, part] @ dense.weight.T[part] for part in parts]
+        constant = dense.bias + value.bias @ dense.weight.T
+        total = sum(maps[:, h] @ states @ merged[h] for h in range(heads)) + constant + (states if skip else 0)
+        scales = [norm_of(layer.attention.output.LayerNorm, total) if norm else lambda x: x]
+        middle = scales[0](total) + (layer.attention.output.LayerNorm.bias if norm else 0)
+        update = layer.output.dense(layer.intermediate(middle))
+        if mlp:
+            scales.append(norm_of(layer.output.LayerNorm, update + middle) if norm else lambda x: x)
+        grown = {}
+        for (source, path), (matrix, term) in terms.items():
+            if skip:
+                grown[source, (*path, 0)] = matrix, through(scales, term)
+            for h in range(heads):
+                grown[source, (*path, h + 1)] = maps[:, h] @ matrix, through(scales, maps[:, h] @ term @ merged[h])
+        unit = torch.eye(states.shape[1], dtype=model.dtype)
+        before = (None,) * (index + 1)
+        row = scales[0](constant.expand_as(states)) + (layer.attention.output.LayerNorm.bias if norm else 0)
+        grown[f"attention.{index}", before] = unit, through(scales[1:], row)
+        if mlp:
+            grown[f"mlp.{index}", before] = unit, scales[1](update) + (layer.output.LayerNorm.bias if norm else 0)
+        terms = grown
+    return terms, out.last_hidden_state
+
+
+def norm_of(module, states):
+    """A LayerNorm as a linear map, with the deviations it has on `states`."""
+    deviation = (states.var(-1, unbiased=False, keepdim=True) + module.eps).sqrt()
+    return lambda x: (x - x.mean(-1, keepdim=True)) / deviation * module.weight
+
+
+def through(functions, x):
+    for function in functions:
+        x = function(x)
+    return x
+
+
+CASES = {
+    "san": {"attention_skip": True, "mlp": True, "norm": True},
+    "san+skip": {"mlp": True, "norm": True},
+    "san+skip+norm": {"mlp": True},
+    "san+norm": {"attention_skip": True, "mlp": True},
+    "transformer": {},
+    "transformer without norms": {"norm": True},
+}
+
+
+class TestAgainstEnumerationByHand:
+    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("layers, heads", [(4, 3), (3, 2)])
+    def test_every_path_of_a_bert(self, name, layers, heads):
+        switches = CASES[name]
+        model, batch = small_bert(layers, heads).double(), {"input_ids": torch.arange(1, 11)[None]}
+        with torch.no_grad(), ablate(model, **switches):
+            skip, mlp, norm = (not switches.get(part, False) for part in ("attention_skip", "mlp", "norm"))
+            expected, output = enumerated(model, batch, skip, mlp, norm)
+            table, lengths = path_terms(model, batch), path_lengths(model, batch)
+        whole = sum(term for _, term in expected.values())
+        assert torch.linalg.vector_norm(whole - output) <= 1e-12 * torch.linalg.vector_norm(output)
+        from_start = table[(table.source == "embeddings") & (table.metric == "projection")]
+        assert len(from_start) == (heads + skip) ** layers
+        assert value_of(table, "row_sum_error").max() <= 1e-12 and error_of(table) <= 1e-12
+        assert all((matrix.sum(-1) - 1).abs().max() <= 1e-12 for matrix, _ in expected.values())
+        size = output.square().sum()
+        found = table[table.metric == "projection"].set_index(["source", "path"]).value
+        assert len(found) == len(expected)
+        for (source, path), (_, term) in expected.items():
+            label = " ".join("_" if head is None else str(head) for head in path)
+            assert found[source, label] == pytest.approx(((term * output).sum() / size).item(), abs=1e-12), label
+        for length in range(layers + 1):
+            terms = [term for (_, path), (_, term) in expected.items() if sum(map(bool, path)) == length]
+            part = sum(terms, start=torch.zeros_like(output))
+            ratio = (part.square().sum() / size).sqrt().item()
+            assert value_of(lengths, "norm_ratio", length=length).item() == pytest.approx(ratio, abs=1e-10)
+            if ratio > 0:
+                residual = relative_residual(part).item()
+                assert value_of(lengths, "relative_residual", length=length).item() == pytest.approx(
+                    residual, abs=1e-9
+                )
+        assert error_of(lengths) <= 1e-12
+        assert value_of(lengths, "projection").sum() == pytest.approx(1, abs=1e-12)
+
+    def test_single_precision(self):
+        model, batch = small_bert(4, 3), {"input_ids": torch.arange(1, 11)[None]}
+        for switches in CASES.values():
+            with ablate(model, **switches):
+                assert error_of(path_terms(model, batch)) <= 1e-5 and error_of(path_lengths(model, batch)) <= 1e-5
+
+
+def encoder(norm, norm_placement, **fields):
+    sizes = {"vocab_size": 47, "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 3, "v_head_dim": 5}
+    return RankEncoderModel(
+        RankEncoderConfig(**sizes, qk_rank=2, intermediate_size=24, norm=norm, norm_placement=norm_placement, **fields)
+    )
+
+
+SMALL = {
+    "vocab_size": 47,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 30,
+}
+MODELS = {
+    **{f"{family.name}-stock": lambda f=family: f.stock("Model")(f.stock_config()) for family in FAMILIES},
+    **{
+        f"{family.name}-rank": lambda f=family: f.rank("Model")(f.rank_config(qk_rank=3, v_head_dim=5))
+        for family in FAMILIES
+    },
+    **{
+        f"encoder-{norm}-{placement}": lambda n=norm, p=placement: encoder(n, p)
+        for norm in ("l2", "layer", "rms", "none")
+        for placement in ("post", "pre")
+    },
+    "encoder-no-skip": lambda: encoder("layer", "post", use_skip=False),
+    "encoder-no-mlp-pre": lambda: encoder("layer", "pre", use_mlp=False),
+    "encoder-no-mlp-hardmax": lambda: encoder("l2", "post", use_mlp=False, attention="hardmax"),
+    "RoBERTa": lambda: RobertaModel(RobertaConfig(**SMALL)),
+    "ELECTRA": lambda: ElectraModel(ElectraConfig(**SMALL, embedding_size=8)),
+    "DistilBERT": lambda: DistilBertModel(
+        DistilBertConfig(vocab_size=47, dim=24, n_layers=3, n_heads=4, hidden_dim=30)
+    ),
+    "GPT-2": lambda: GPT2Model(
+        GPT2Config(vocab_size=47, n_embd=24, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+    ),
+}
+ROUNDED = {  # their norms and their softmax compute in float32, whatever the model is in
+    "Llama": lambda: LlamaModel(LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "Qwen2": lambda: Qwen2Model(Qwen2Config(**SMALL, num_key_value_heads=2)),
+}
+
+
+def parts_of(model, batch, walker):
+    with torch.no_grad():
+        output = walk(model, batch, walker).last_hidden_state
+    return walker, output
+
+
+def close(part, expected, scale, tolerance):
+    """None is zero, as in the parts of the walkers."""
+    part = torch.zeros_like(scale) if part is None else part
+    return torch.linalg.vector_norm(part - expected) <= tolerance * torch.linalg.vector_norm(scale)
+
+
+class TestEveryFamily:
+    @pytest.mark.parametrize("name", [*MODELS, *ROUNDED])
+    def test_lengths_layers_and_heads_are_sums_of_paths(self, name):
+        model = shaken({**MODELS, **ROUNDED}[name]()).double()
+        batch = {k: v for k, v in tiny_inputs(BERT, "Model").items() if k != "token_type_ids"}
+        steps, output = parts_of(model, batch, Steps())
+        terms = list(each_path(steps.steps, steps.states))
+        zero = torch.zeros_like(output)
+        assert close(sum((t.term for t in terms), start=zero), output, output, 1e-6 if name in ROUNDED else 1e-12)
+        lengths, _ = parts_of(model, batch, Lengths())
+        for length, part in enumerate(lengths.parts):
+            expected = sum((t.term for t in terms if t.length == length), start=zero)
+            assert close(part, expected, output, 1e-10), length
+        by_head, _ = parts_of(model, batch, Layers(heads=True))
+        by_layer, _ = parts_of(model, batch, Layers(heads=False))
+        # these start from what really entered a layer, which the paths to it are only as near to as the norms are exact
+        tolerance = 1e-6 if name in ROUNDED else 1e-10
+        for row, part in zip(by_head.index(), by_head.parts, strict=True):
+            passing = [t.term for t in terms if t.path.split()[row["layer"]] == str(row["head"] + 1)]
+            assert close(part, sum(passing, start=zero), output, tolerance), row
+        for row, part in zip(by_layer.index(), by_layer.parts, strict=True):
+            passing = [t.term for t in terms if t.path.split()[row["layer"]] not in "0_"]
+            assert close(part, sum(passing, start=zero), output, tolerance), row
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_the_sum_rule_in_both_precisions(self, name):
+        model = MODELS[name]()
+        batch = {k: v for k, v in tiny_inputs(BERT, "Model").items() if k != "token_type_ids"}
+        assert error_of(path_lengths(model, batch)) <= 1e-5
+        shaken(model).double()
+        for by in ("length", "layer", "head"):
+            assert error_of(path_lengths(model, batch, by=by)) <= 1e-12
+
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    @pytest.mark.parametrize("switches", [*CASES.values(), {"mlp_skip": True}], ids=[*CASES, "mlp without skip"])
+    def test_parts_that_are_taken_away(self, family, switches):
+        model = shaken(family.rank("Model")(family.rank_config(qk_rank=3))).double()
+        batch = tiny_inputs(family, "Model")
+        with ablate(model, **switches):
+            table = path_lengths(model, batch)
+            assert error_of(table) <= 1e-12
+            if switches.get("attention_skip") and switches.get("mlp") and family is XLNET:
+                # without skips every path from the embeddings is as long as the network, and XLNet has no bias inside
+                longest = value_of(table, "projection", length=3).sum()
+                assert switches.get("norm") is None or longest == pytest.approx(3, abs=1e-9)
+
+    def test_the_identities_of_the_published_albert(self):
+        model = shaken(ALBERT.stock("Model")(ALBERT.stock_config())).double()
+        with ablate(model, mlp="identity_trick"):
+            assert error_of(path_lengths(model, tiny_inputs(ALBERT, "Model"))) <= 1e-12
+
+    def test_images(self):
+        config = ViTConfig(
+            hidden_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            intermediate_size=30,
+            image_size=8,
+            patch_size=4,
+        )
+        model = shaken(ViTModel(config)).double()
+        table = path_lengths(model, {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)})
+        assert error_of(table) <= 1e-12
+
+    def test_points_and_queries(self):
+        config = RankEncoderConfig(input_dim=6, num_hidden_layers=3, num_attention_heads=2, qk_rank=2)
+        model = shaken(RankEncoderForPointRegression(config)).double()
+        points, queries = torch.randn(2, 5, 6, dtype=torch.float64), torch.randn(2, 3, 6, dtype=torch.float64)
+        labels = torch.randn(2, 3, 6, dtype=torch.float64)
+        table = path_lengths(model, {"points": points, "queries": queries, "labels": labels}, loss=True)
+        assert error_of(table) <= 1e-12
+        last = value_of(table, "loss_up_to", length=3).tolist()
+        for example in range(2):
+            own = {"points": points, "queries": queries, "labels": labels}
+            own = {name: value[example : example + 1] for name, value in own.items()}
+            assert last[example] == pytest.approx(model(**own).loss.item(), rel=1e-10)
+
+    def test_padding_changes_nothing(self):
+        for family in FAMILIES:
+            model, batch = shaken(family.stock("Model")(family.stock_config())).double(), tiny_inputs(family, "Model")
+            together = path_lengths(model, batch)
+            for example, real in enumerate(batch["attention_mask"].bool()):
+                alone = path_lengths(model, {k: v[example : example + 1, real] for k, v in batch.items()})
+                alone, own = (
+                    t[t.metric != "reconstruction_error"] for t in (alone, together[together.example == example])
+                )
+                assert (alone.value.to_numpy() == pytest.approx(own.value.to_numpy(), abs=1e-9)) and len(alone) == len(
+                    own
+                )
+
+    def test_batches_and_lists_are_one(self):
+        model, ids = small_bert(2, 2).double(), torch.randint(50, (3, 6))
+        whole = path_lengths(model, {"input_ids": ids})
+        listed = path_lengths(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}])
+        key = ["length", "example", "metric"]
+        both = whole[whole.length.notna()].merge(listed, on=key)
+        assert len(both) == 3 * 3 * 4 and both.value_x.to_numpy() == pytest.approx(both.value_y.to_numpy(), abs=1e-12)
+
+    def test_the_model_is_left_as_it_was(self):
+        model, batch = BERT.stock("Model")(BERT.stock_config()).train(), tiny_inputs(BERT, "Model")
+        implementation = model.config._attn_implementation
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        for probe in (path_lengths, path_terms, isolated_paths, path_products):
+            probe(model, batch)
+        assert model.training and model.config._attn_implementation == implementation
+        assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+class TestRealWeights:
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+    def test_the_paths_of_minilm_add_up(self, minilm, dtype, tolerance):
+        model = BertModel.from_pretrained(minilm, dtype=dtype)
+        ids = torch.randint(1000, 20000, (2, 32), generator=torch.Generator().manual_seed(0))
+        table = path_lengths(model, {"input_ids": ids})
+        assert error_of(table) <= tolerance
+        lengths = table[table.metric == "projection"].groupby("length").value.mean()
+        heads = path_lengths(model, {"input_ids": ids}, by="head")
+        mean_length = sum(k * share for k, share in lengths.items())
+        summed = value_of(heads, "projection").sum() / 2
+        assert summed == pytest.approx(mean_length, abs=1e-4)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+    def test_the_paths_of_bert_base_add_up(self, dtype, tolerance):
+        model = shaken(BertModel(BertConfig(), add_pooling_layer=False)).to(dtype)
+        ids = torch.randint(30000, (2, 64), generator=torch.Generator().manual_seed(0))
+        table = path_lengths(model, {"input_ids": ids})
+        assert set(table.length.dropna()) == set(range(13)) and error_of(table) <= tolerance
+
+    def test_offloaded_weights(self):
+        model = shaken(BERT.stock("ForTokenClassification")(BERT.stock_config())).double()
+        batch = tiny_inputs(BERT, "ForTokenClassification", labels=True)
+        probes = (lambda: path_lengths(model, batch, loss=True), lambda: isolated_paths(model, batch, repetitions=1))
+        before = [probe() for probe in probes]
+        cpu_offload(model, execution_device="cpu")
+        assert model.device.type == "meta"
+        for probe, table in zip(probes, before, strict=True):
+            assert probe().value.to_numpy() == pytest.approx(table.value.to_numpy(), abs=1e-9, nan_ok=True)
+
+    def test_half_precision_is_followed_in_single(self):
+        model = BERT.stock("Model")(BERT.stock_config()).to(torch.bfloat16)
+        assert error_of(path_lengths(model, tiny_inputs(BERT, "Model"))) < 0.05
+
+
+class TestLoss:
+    @pytest.mark.parametrize(
+        "family, suffix",
+        [
+            (BERT, "ForTokenClassification"),
+            (BERT, "ForSequenceClassification"),
+            (BERT, "ForMaskedLM"),
+            (ALBERT, "ForSequenceClassification"),
+            (XLNET, "ForTokenClassification"),
+        ],
+    )
+    def test_all_lengths_together_have_the_loss_of_the_model(self, family, suffix):
+        model = shaken(family.stock(suffix)(family.stock_config())).double()
+        batch = tiny_inputs(family, suffix, labels=True)
+        table = path_lengths(model, batch, loss=True)
+        deepest = table.length.max()
+        for example in range(3):
+            own = model(**{name: value[example : example + 1] for name, value in batch.items()}).loss.item()
+            found = value_of(table, "loss_up_to", length=deepest, example=example).item()
+            assert found == pytest.approx(own, rel=1e-10)
+        first = table[table.length == 0]
+        assert (value_of(first, "loss_only").to_numpy() == value_of(first, "loss_up_to").to_numpy()).all()
+
+    def test_one_length_alone_is_what_the_classifier_makes_of_it(self):
+        model = shaken(BERT.stock("ForTokenClassification")(BERT.stock_config())).double()
+        batch = tiny_inputs(BERT, "ForTokenClassification", labels=True)
+        table = path_lengths(model, batch, loss=True)
+        own = {name: value for name, value in batch.items() if name != "labels"}
+        lengths, output = parts_of(model, own, Lengths())
+        for length, part in enumerate(lengths.parts):
+            logits = model.classifier(part[1:2])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][1])
+            assert value_of(table, "loss_only", length=length, example=1).item() == pytest.approx(loss.item())
+        heads = path_lengths(model, batch, by="head", loss=True)
+        by_head, _ = parts_of(model, own, Layers(heads=True))
+        logits = model.classifier((output - by_head.parts[5])[1:2])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][1])
+        assert value_of(heads, "loss_without", layer=1, head=1, example=1).item() == pytest.approx(loss.item())
+
+
+class TestWithoutValues:
+    def test_a_skip_keeps_the_residual_whatever_the_depth(self):
+        model = small_bert(24, 4, hidden=32)
+        with torch.no_grad():
+            for layer in model.encoder.layer:
+                layer.attention.self.value.weight.zero_()
+                layer.attention.self.value.bias.zero_()
+                layer.attention.output.dense.bias.zero_()
+                torch.nn.init.ones_(layer.attention.output.LayerNorm.weight)
+                torch.nn.init.zeros_(layer.attention.output.LayerNorm.bias)
+            torch.nn.init.ones_(model.embeddings.LayerNorm.weight)
+            torch.nn.init.zeros_(model.embeddings.LayerNorm.bias)
+        batch = {"input_ids": torch.randint(50, (2, 20))}
+        curve = measure_collapse(model, batch, ["san+skip"])
+        curve = value_of(curve, "relative_residual", example=0).to_numpy()
+        assert len(curve) == 25 and abs(curve - curve[0]).max() <= 1e-6
+        with ablate(model, mlp=True):
+            table = path_lengths(model, batch)
+        assert (value_of(table[table.length > 0], "norm_ratio") == 0).all()
+        assert value_of(table, "projection", length=0).tolist() == pytest.approx([1, 1], abs=1e-5)
+
+
+class TestNonsense:
+    batch = {"input_ids": torch.arange(1, 9)[None]}
+
+    def test_arguments(self):
+        model = small_bert(3, 3)
+        with pytest.raises(ValueError, match="`by` must be 'length', 'layer' or 'head', got 'token'"):
+            path_lengths(model, self.batch, by="token")
+        with pytest.raises(ValueError, match="has 106 paths, above limit=100: use path_lengths"):
+            path_terms(model, self.batch, limit=100)
+        with pytest.raises(ValueError, match="BertModel has no task head"):
+            path_lengths(model, self.batch, loss=True)
+        with pytest.raises(ValueError, match="returned no loss: the batch needs its labels, and has input_ids"):
+            path_lengths(BERT.stock("ForMaskedLM")(BERT.stock_config()), self.batch, loss=True)
+        with pytest.raises(ValueError, match=r"`input_ids` must be \(batch, n\), got \(1, 2, 8\)"):
+            path_lengths(model, {"input_ids": self.batch["input_ids"][None].repeat(1, 2, 1)})
+        xlnet = XLNET.stock("Model")(XLNET.stock_config())
+        with pytest.raises(ValueError, match="leave out perm_mask"):
+            path_lengths(xlnet, {**self.batch, "perm_mask": torch.zeros(1, 8, 8)})
+
+    def test_models(self):
+        config = DeepseekV3Config(
+            vocab_size=20, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_nope_head_dim=4,
+            qk_rope_head_dim=4, v_head_dim=4, n_routed_experts=2, n_group=1, topk_group=1, num_experts_per_tok=1,
+        )  # fmt: skip
+        for probe in (path_lengths, path_terms):
+            with pytest.raises(
+                ValueError, match="DeepSeek-V3 have no decomposition .* There is one for BERT, RoBERTa"
+            ):
+                probe(DeepseekV3Model(config), self.batch)
+        with pytest.raises(ValueError, match="cross-attention reads another stream"):
+            path_lengths(small_bert(1, 1, is_decoder=True, add_cross_attention=True), self.batch)
+        with pytest.raises(ValueError, match="set config.chunk_size_feed_forward to 0 first"):
+            path_lengths(small_bert(1, 1, chunk_size_feed_forward=2), self.batch)
+
+    def test_what_does_not_add_up_is_an_error(self):
+        model = small_bert(2, 2)
+        value = model.encoder.layer[0].attention.self.value
+        adapter = value.register_forward_hook(lambda module, args, output: output + args[0] @ torch.ones(24, 24) / 50)
+        for by in ("length", "layer", "head"):
+            with pytest.raises(ValueError, match="do not add up to its output"):
+                path_lengths(model, self.batch, by=by)
+        adapter.remove()
+        with torch.no_grad():
+            value.weight[0, 0] = torch.nan
+        with pytest.raises(ValueError, match="do not add up to its output: relative error nan"):
+            path_lengths(model, self.batch)
