@@ -27,11 +27,11 @@ def random_network(seed, use_mlp=False, use_skip=False):
         intermediate_size=7, hidden_act=str(random.choice(["gelu", "relu", "silu", "tanh"])),
     )  # fmt: skip
     model = RankEncoderModel(config).double().eval()
-    size = float(random.choice([0.1, 0.3, 1.0, 3.0]))
+    size = float(random.choice([0.1, 0.2, 0.3, 0.5, 1.0, 3.0]))
     with torch.no_grad():
         for weight in model.layers.parameters():
             weight.copy_(size * torch.randn_like(weight))
-    points = float(random.choice([0.3, 1.0, 3.0])) * torch.randn(1, int(random.integers(2, 20)), hidden)
+    points = float(random.choice([0.3, 1.0, 3.0])) * torch.randn(3, int(random.integers(2, 20)), hidden)
     return model, {"points": points.double()}
 
 
@@ -49,16 +49,15 @@ def beyond_rounding(table):
 class TestNothingIsViolated:
     def test_attention_alone(self):
         found = []
-        for seed in range(130):
+        for seed in range(120):
             model, batch = random_network(seed)
             found.append(beyond_rounding(layer_bounds(model, batch)))
         rows = pd.concat(found)
-        assert len(rows) >= 300
         assert (rows.measured <= rows.sharp_bound).all() and (
             rows.sharp_bound <= rows.repaired_bound * (1 + 1e-9)
         ).all()
         small, first = rows[rows.D <= SPREAD_LIMIT], rows[rows.kappa <= 16]
-        assert 100 <= len(small) < len(first) < len(rows)
+        assert 300 <= len(small) < len(first) < len(rows)
         assert (small.measured <= small.published_bound).all()
         assert (first.measured <= first.published_bound_v1).all()
 
