@@ -713,7 +713,7 @@ class TestCommand:
             raise OSError("disk full")
 
         for stream, target in (
-            (False, "hf_rankattn.sharing.replace_folder"),
+            (False, "hf_rankattn.folders.replace_folder"),
             (True, "hf_rankattn.models.convert.shards.copy_bytes"),
         ):
             with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):

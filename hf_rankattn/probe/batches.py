@@ -41,8 +41,6 @@ def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, tor
                 f"a batch must be a dict of tensors such as a tokenizer returns, got a {type(batch).__name__}."
             )
         kept = {name: value for name, value in batch.items() if name in accepted and value is not None}
-        if "encoder_hidden_states" in kept:
-            raise ValueError("cross-attention is not measured: leave `encoder_hidden_states` away.")
         if not kept:
             raise ValueError(f"no entry of the batch is an input of {type(model).__name__}: got {', '.join(batch)}.")
         if lists := [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]:
@@ -67,6 +65,8 @@ def longest(config) -> int | None:
 
 def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The mask of a batch, 1 for tokens, or None where nothing is padded; refuses what has nothing to measure."""
+    if "encoder_hidden_states" in batch:
+        raise ValueError("cross-attention is not measured: leave `encoder_hidden_states` away.")
     mask = batch.get("attention_mask")
     if mask is None and "input_mask" in batch:  # XLNet's other mask, in which 1 is padding
         mask = 1 - batch["input_mask"].long()
