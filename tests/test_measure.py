@@ -326,13 +326,11 @@ class TestRate:
         assert bert.kind == "doubly_exponential" and bert.used == 2 and bert.at_least
         assert collapse_rate(torch.tensor([0.996, 4.0e-3, 1.5e-4, 6.5e-6, 3.3e-7, 2e-7])).kind == "geometric"
 
-    @pytest.mark.parametrize("family", ["bert", "albert"])
-    @pytest.mark.parametrize("variant", ["san", "san+mlp"])
+    # ALBERT's san+mlp rises to .88 at layer 2 before it falls: it has no one rate
+    @pytest.mark.parametrize("family, variant", [("bert", "san"), ("bert", "san+mlp"), ("albert", "san")])
     def test_published_curves_of_trained_models_fall_faster_than_geometrically(self, family, variant):
         curves = published_residuals(family, random_init=False)
         values = curves[curves.variant == variant].value.tolist()
-        if (family, variant) == ("albert", "san+mlp"):
-            pytest.skip("rises to .88 at layer 2 before it falls: there is no one rate")
         rate = collapse_rate(values)
         assert rate.kind == "doubly_exponential" and 1.4 < rate.exponent < 3, rate
 
