@@ -38,9 +38,19 @@ class TestBaseShapes:
         seen = curves(model, random_ids(examples=8), ["san", "san+mlp", "san+skip", "transformer"])
         for variant in ("san", "san+mlp"):
             curve = seen[variant]
-            assert 0.55 < curve[0] < 0.65 and 0.012 < curve[1] < 0.023 and curve[2] < 3e-6
+            assert 0.53 < curve[0] < 0.65 and 0.012 < curve[1] < 0.023 and curve[2] < 3e-6
             assert all(1e-7 < value < 4e-7 for value in curve[3:])
         assert all(0.30 < seen[variant][12] < 0.50 for variant in ("san+skip", "transformer"))
+
+    def test_the_embeddings_of_bert(self):
+        """One draw of weights gives from .54 to .61; the published figure, of another draw for each curve, .597 to .612."""
+        seen = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            model = BertModel(BertConfig(num_hidden_layers=1)).eval()
+            with torch.no_grad():
+                seen.append(relative_residual(model.embeddings(random_ids(examples=8)["input_ids"])).mean())
+        assert 0.55 < torch.stack(seen).mean() < 0.65
 
     def test_bert_in_float64(self):
         curve = curves(BertModel(BertConfig(num_hidden_layers=3)).double(), random_ids(), ["san"])["san"]
