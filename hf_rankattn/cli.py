@@ -296,6 +296,108 @@ def convert(
     print(f"{outcome.parameters_saved:,} parameters saved. Written to {outcome.folder}.")
 
 
+class Scale(StrEnum):
+    smoke = "smoke"
+    laptop = "laptop"
+    paper = "paper"
+
+
+class Engine(StrEnum):
+    local = "local"
+    slurm = "slurm"
+
+
+@app.command(epilog="Example: rankattn reproduce rank-separation --scale laptop --out runs")
+def reproduce(
+    name: str = typer.Argument(None, help="An experiment, or all; --list shows them."),
+    list_all: bool = typer.Option(False, "--list", help="Show the experiments and stop."),
+    scale: Scale = typer.Option(
+        Scale.laptop, help="smoke: seconds; laptop: minutes; paper: as published, for clusters."
+    ),
+    seeds: int = typer.Option(None, min=1, help="Seeds of weights and data; by default as many as the scale has."),
+    out: Path = typer.Option(
+        Path("runs"), help="Results go to OUT/NAME/SCALE; an interrupted run goes on from there."
+    ),
+    as_published: bool = typer.Option(False, "--as-published", help="With the faults of the published runs."),
+    engine: Engine = typer.Option(Engine.local, help="local: processes; slurm: job arrays through submitit."),
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the engine slurm, KEY=VALUE; several times: partition=gpu, minutes=60."),
+    ] = None,
+    workers: int = typer.Option(None, min=0, help="Processes of the engine local; by default one a core."),
+    as_json: bool = Json,
+) -> None:
+    """Run an experiment of the papers: a table, figures, and each claim beside its number."""
+    from .experiments import EXPERIMENTS, reproduce_all
+    from .experiments.runner import find_experiment, key_values
+
+    if list_all or name is None:
+        shown = {known: find_experiment(known).SHOWS for known in EXPERIMENTS}
+        print(
+            json.dumps(shown, indent=2) if as_json else "\n".join(f"{known}: {text}" for known, text in shown.items())
+        )
+        return
+    names = list(EXPERIMENTS) if name == "all" else [name]
+    outcomes, start = [], time.perf_counter()
+    with ExitStack() as stack:
+        bar = stack.enter_context(sweep_bar())
+        options = {"as_published": True} if as_published else {}
+        for outcome in reproduce_all(
+            names, out, scale=scale.value, seeds=seeds, engine=engine.value, workers=workers, options=options,
+            engine_options=key_values(engine_option or ()), start_progress=bar,
+        ):  # fmt: skip
+            outcomes.append(outcome)
+    if as_json:
+        print(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2))
+        return
+    console = Console()
+    table = Table("claim", "published", "ours", "holds", show_lines=True, title=f"{name}, {scale.value} scale")
+    for outcome in outcomes:
+        for claim in outcome.claims:
+            table.add_row(claim.claim, claim.published or "-", claim.measured, claim.verdict)
+    console.print(table)
+    for outcome in outcomes:
+        console.print(f"{outcome.folder}: {', '.join(outcome.files)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{sum(outcome.computed for outcome in outcomes)} cells in {time.perf_counter() - start:.0f} s.",
+        highlight=False,
+    )
+
+
+@contextmanager
+def sweep_bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
+    """A line for each experiment: cells done and time left, on stderr; plain lines where nobody watches a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} cells"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def start(name: str, total: int) -> Callable[[], object]:
+            task = progress.add_task(name, total=total)
+            begun, done = time.perf_counter(), 0
+
+            def advance() -> None:
+                nonlocal done
+                done += 1
+                progress.advance(task)
+                if not console.is_terminal:
+                    spent = time.perf_counter() - begun
+                    left = spent / done * (total - done)
+                    print(
+                        f"{name}: {done}/{total} cells, {spent:.0f} s, about {left:.0f} s left",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+            return advance
+
+        yield start
+
+
 def main() -> None:
     try:
         app()

@@ -32,14 +32,19 @@ def new_figure(rows: int, columns: int, width: float, height: float, **kwargs) -
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
+def published_table(name: str) -> pd.DataFrame:
+    """Values read off a published figure; a column `partly_hidden` marks those that others lie over."""
+    with (files(__package__) / "published" / f"{name}.csv").open() as file:
+        return pd.read_csv(file)
+
+
 def published_residuals(model_type: str, random_init: bool) -> pd.DataFrame:
     """The published curves of a family, `variant, layer, value`: empty where there are none.
 
     Read from the vector paths of the figures of Dong, Cordonnier and Loukas (2021). Values at the float32 floor are left
     out, as they say nothing of a model.
     """
-    with (files(__package__) / "published" / "residuals.csv").open() as file:
-        table = pd.read_csv(file)
+    table = published_table("residuals")
     family = model_type.removeprefix("rank_")
     weights = "init" if random_init else "pretrained"
     return table[(table.model == family) & (table.weights == weights)][["variant", "layer", "value"]]

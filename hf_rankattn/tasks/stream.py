@@ -1,7 +1,8 @@
 """The endless stream: a train split that goes on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
+from itertools import count
 from typing import Any
 
 import datasets
@@ -80,3 +81,55 @@ class FreshExamples(_BaseExamplesIterable):
 def fresh_stream(builder: TaskBuilder, split: str) -> datasets.IterableDataset:
     """The rows of a split, and then fresh ones for ever."""
     return datasets.IterableDataset(FreshExamples(builder, split), info=builder.info, split=datasets.NamedSplit(split))
+
+
+class BatchStream(torch.utils.data.IterableDataset):
+    """The rows of the endless train split as whole batches, cut from its blocks, for a `DataLoader(..., batch_size=None)`.
+
+    Collating rows one by one costs as much as a step of a small model. Batch b holds rows b * batch_size and on, of which
+    each process takes its own part, so that a number of processes trains on the batches of one. Any batch can be the first:
+    a resumed run skips nothing by drawing it.
+
+    Args:
+        builder ([`TaskBuilder`]): The task.
+        batch_size (`int`): Rows of a batch, of all processes together.
+        first (`Callable`, *optional*): Called when iteration begins; returns the number of the first batch.
+        replay (`int`, *optional*): Come back to the first batch after so many, for ever; without it, no row is seen twice.
+        process, processes (`int`, *optional*): Which of how many processes this is.
+    """
+
+    def __init__(
+        self,
+        builder: TaskBuilder,
+        batch_size: int,
+        *,
+        first: Callable[[], int] = lambda: 0,
+        replay: int | None = None,
+        process: int = 0,
+        processes: int = 1,
+    ):
+        if batch_size < 1 or batch_size % processes:
+            raise ValueError(f"`batch_size`={batch_size} is not a positive multiple of the {processes} processes.")
+        if not builder.endless:
+            raise ValueError(f"{builder.task_name()} has no endless train split: load it with load_task instead.")
+        self.builder, self.batch_size, self.first, self.replay = builder, batch_size, first, replay
+        part = batch_size // processes
+        self.part = slice(process * part, (process + 1) * part)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        size, number, block = self.builder.block_rows, -1, {}
+        for batch in count(self.first()):
+            start = (batch if self.replay is None else batch % self.replay) * self.batch_size
+            row, stop, pieces = start + self.part.start, start + self.part.stop, []
+            while row < stop:
+                if row // size != number:
+                    number = row // size
+                    block = {
+                        name: torch.from_numpy(array) for name, array in self.builder.block("train", number).items()
+                    }
+                upto = min(stop, (number + 1) * size)
+                pieces.append(
+                    {name: column[row - number * size : upto - number * size] for name, column in block.items()}
+                )
+                row = upto
+            yield {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}

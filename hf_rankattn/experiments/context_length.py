@@ -1,0 +1,107 @@
+"""Error against rank for longer and longer rows of points: what depth repairs for few points, it does not for many."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .grid import Cell, grid
+from .points import FORMS, over_seeds, run_training, seeds_of, training_cell, with_published_estimator
+from .runner import Claim
+
+
+NAME = "context-length"
+SHOWS = "error against rank for rows of 4 to 256 points, two layers, in the original form and with qk_norm"
+REVISION = 1
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "points": [3, 4], "ranks": [8, 1], "multiple": 1, "forms": ["original"], "seeds": 1,
+        "training": {"dim": 8, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
+    },
+    "laptop": {
+        "points": [4, 8, 16, 32], "ranks": [16, 8, 4, 1], "multiple": 4, "forms": list(FORMS), "seeds": 1,
+        "training": {"dim": 16, "intermediate": 128, "steps": 1000, "batch_size": 64, "held_out_rows": 1024},
+    },
+    "paper": {
+        "points": [4, 16, 64, 256], "ranks": [64, 32, 16, 8, 1], "multiple": 64, "forms": list(FORMS), "seeds": 5,
+        "training": {
+            "dim": 64, "intermediate": 2048, "steps": 200_000, "batch_size": 256, "learning_rate": 0.005,
+            "held_out_rows": 1024,
+        },
+    },
+}  # fmt: skip
+GROUP = ["num_points", "form", "rank", "as_published"]
+LAYERS = 2
+
+
+def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
+    setting = SETTINGS[scale]
+    as_published = bool(options.get("as_published"))
+    found = []
+    for axis in grid(
+        num_points=setting["points"],
+        form=["original"] if as_published else setting["forms"],
+        rank=setting["ranks"],
+        seed=list(range(seeds or setting["seeds"])),
+    ):
+        heads = setting["training"]["dim"] * setting["multiple"] // axis["rank"]
+        labels = {"form": axis["form"], "seed": axis["seed"], "as_published": as_published}
+        found.append(
+            training_cell(
+                labels,
+                **setting["training"],
+                num_points=axis["num_points"],
+                layers=LAYERS,
+                heads=heads,
+                rank=axis["rank"],
+                qk_norm=axis["form"] == "qk_norm",
+                **seeds_of(axis["seed"], as_published),
+            )  # fmt: skip
+        )
+    return found
+
+
+def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
+    return run_training(parameters, work)
+
+
+def complete(table):
+    return with_published_estimator(table, GROUP)
+
+
+def figures(table, scale: str):
+    from ..report.benefits import context_length_figure
+
+    return {"context-length": context_length_figure(table)}
+
+
+def claims(table, scale: str) -> Sequence[Claim]:
+    from ..report.plots import published_table
+
+    published = published_table("context_length").set_index(["num_points", "rank"]).value
+    folded = over_seeds(table, GROUP)
+    full, found = int(table["dim"].iloc[0]), []
+    for form, rows in folded.groupby("form", sort=False):
+        errors = rows.set_index(["num_points", "rank"])["mean"]
+        shortest, longest = int(rows.num_points.min()), int(rows.num_points.max())
+        low = int(rows[rows["rank"] < full]["rank"].max())
+        grows = errors[longest, low] / errors[shortest, low]
+        found.append(
+            Claim(
+                f"Two layers, {form}: the error of heads of half rank grows with the number of points",
+                "Amsel et al., error against rank for several N; Conjecture 8",
+                f"N 4: {published[4, 32]:.3g}, N 256: {published[256, 32]:.3g} (d 64)",
+                f"N {shortest}: {errors[shortest, low]:.3g}, N {longest}: {errors[longest, low]:.3g}",
+                bool(grows > 1.5),
+            )
+        )
+        found.append(
+            Claim(
+                f"Two layers, {form}: at the largest N, full rank is at least 4 times better than half rank",
+                "Amsel et al., error against rank for several N",
+                f"{published[256, 32]:.3g} / {published[256, 64]:.3g} = {published[256, 32] / published[256, 64]:.0f}",
+                f"{errors[longest, low]:.3g} / {errors[longest, full]:.3g} = {errors[longest, low] / errors[longest, full]:.1f}",
+                bool(errors[longest, low] > 4 * errors[longest, full]),
+            )
+        )
+    return found

@@ -1,0 +1,106 @@
+"""Error against rank at equal budgets: one full-rank head against many of low rank, on farthest neighbour."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .grid import Cell, grid
+from .points import FORMS, over_seeds, run_training, seeds_of, training_cell, with_published_estimator
+from .runner import Claim
+
+
+NAME = "rank-separation"
+SHOWS = "error against rank for several depths and parameter budgets, in the original form and with qk_norm"
+REVISION = 1
+
+# budgets as multiples of d^2, the parameters of one projection of an ordinary layer
+SETTINGS: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "layers": [1], "budgets": {"d^2": 1}, "ranks": [8, 1], "forms": ["original", "qk_norm"], "seeds": 1,
+        "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
+    },
+    "laptop": {
+        "layers": [1, 3], "budgets": {"d^2": 1, "d^2.5": 4}, "ranks": [16, 8, 4, 1], "forms": list(FORMS), "seeds": 2,
+        "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 1000, "batch_size": 128},
+    },
+    "paper": {
+        "layers": [1, 3, 5], "budgets": {"d^2": 1, "d^2.5": 8, "d^3": 64}, "ranks": [64, 32, 16, 8, 4, 2, 1],
+        "forms": list(FORMS), "seeds": 5,
+        "training": {"dim": 64, "num_points": 16, "intermediate": 2048, "steps": 100_000, "batch_size": 256},
+    },
+}  # fmt: skip
+GROUP = ["layers", "budget", "form", "rank", "as_published"]
+
+
+def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
+    setting = SETTINGS[scale]
+    as_published = bool(options.get("as_published"))
+    found = []
+    for axis in grid(
+        layers=setting["layers"],
+        budget=list(setting["budgets"]),
+        form=["original"] if as_published else setting["forms"],
+        rank=setting["ranks"],
+        seed=list(range(seeds or setting["seeds"])),
+    ):
+        training = setting["training"]
+        heads = training["dim"] * setting["budgets"][axis["budget"]] // axis["rank"]
+        labels = {"budget": axis["budget"], "form": axis["form"], "seed": axis["seed"], "as_published": as_published}
+        found.append(
+            training_cell(
+                labels,
+                **training,
+                layers=axis["layers"],
+                heads=heads,
+                rank=axis["rank"],
+                qk_norm=axis["form"] == "qk_norm",
+                **seeds_of(axis["seed"], as_published),
+            )  # fmt: skip
+        )
+    return found
+
+
+def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
+    return run_training(parameters, work)
+
+
+def complete(table):
+    return with_published_estimator(table, GROUP)
+
+
+def figures(table, scale: str):
+    from ..report.benefits import rank_separation_figure
+
+    return {"rank-separation": rank_separation_figure(table)}
+
+
+def claims(table, scale: str) -> Sequence[Claim]:
+    folded = over_seeds(table, GROUP)
+    full, found = int(table["dim"].iloc[0]), []
+    for (layers, budget, form), rows in folded.groupby(["layers", "budget", "form"], sort=False):
+        errors = rows.set_index("rank")["mean"]
+        if full not in errors or full // 2 not in errors or errors[[full, full // 2]].isna().any():
+            continue
+        ratio = errors[full // 2] / errors[full]
+        found.append(
+            Claim(
+                f"{layers} layer{'s' if layers > 1 else ''}, {budget} parameters, {FORM_NAMES[form]}: heads of half rank "
+                "err at least 4 times as much as those of full rank",
+                "Amsel et al., error against rank",
+                published_ratio(layers, budget) if form == "original" else "",
+                f"{errors[full // 2]:.3f} / {errors[full]:.4f} = {ratio:.0f}",
+                bool(ratio > 4),
+            )
+        )
+    return found
+
+
+FORM_NAMES = {"original": "original form", "qk_norm": "qk_norm"}
+
+
+def published_ratio(layers: int, budget: str) -> str:
+    from ..report.plots import published_table
+
+    values = published_table("rank_separation").set_index(["layers", "budget", "rank"]).value
+    full, half = values[layers, budget, 64], values[layers, budget, 32]
+    return f"{half:.3g} / {full:.3g} = {half / full:.0f} (d 64, N 16)"

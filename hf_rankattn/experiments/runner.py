@@ -1,0 +1,289 @@
+"""From the name of an experiment to a table, figures, and claims that hold or do not."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .engines import ENGINES, run_local, run_slurm
+from .grid import Cell
+from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions, staged, write_whole
+
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+SCALES = ("smoke", "laptop", "paper")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of a paper, or of ours, beside what was measured.
+
+    Args:
+        claim: One plain sentence.
+        source: Where it stands: a paper's theorem, figure or section, or "ours".
+        published: The number that was published, as text; empty where there is none.
+        measured: Ours, as text.
+        holds: Whether it holds here; None where it cannot be tested so, and `why` says why.
+        why: What the reader needs to know besides.
+    """
+
+    claim: str
+    source: str
+    published: str
+    measured: str
+    holds: bool | None
+    why: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return {True: "yes", False: "no", None: "not testable here"}[self.holds]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"verdict": self.verdict}
+
+
+class Experiment(Protocol):
+    """What a module of this package has to offer to be run."""
+
+    NAME: str
+    SHOWS: str
+    REVISION: int
+
+    @staticmethod
+    def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
+        """The grid. `seeds` is None for as many as the scale has; `options` are those of the command line."""
+
+    @staticmethod
+    def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
+        """The rows of one cell; `work` is a folder for checkpoints, in which an interrupted run may have left some."""
+
+    # and, where columns depend on more than one cell: complete(table) -> table
+
+    @staticmethod
+    def figures(table: "pd.DataFrame", scale: str) -> "dict[str, Figure]":
+        """File name without ending -> figure."""
+
+    @staticmethod
+    def claims(table: "pd.DataFrame", scale: str) -> Sequence[Claim]:
+        """What the table says of what was claimed."""
+
+
+# name -> module, in the order in which all of them are run
+EXPERIMENTS = {
+    "expansion": "expansion",
+    "random-features": "random_features",
+    "rank-separation": "rank_separation",
+    "training-speed": "training_speed",
+    "learned-forms": "learned_forms",
+    "positions": "positions",
+    "context-length": "context_length",
+    "depth": "depth",
+}
+
+
+def find_experiment(name: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {name!r}; the experiments are {', '.join(EXPERIMENTS)}, and all.")
+    return import_module(f".{EXPERIMENTS[name]}", __package__)  # type: ignore[return-value]
+
+
+@dataclass
+class Outcome:
+    """What came out of an experiment."""
+
+    name: str
+    scale: str
+    folder: Path
+    table: "pd.DataFrame"
+    claims: Sequence[Claim]
+    files: list[str]
+    seconds: float
+    computed: int
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "experiment": self.name,
+            "scale": self.scale,
+            "folder": str(self.folder),
+            "files": self.files,
+            "rows": len(self.table),
+            "cells_computed": self.computed,
+            "cells_failed": self.failed,
+            "seconds": round(self.seconds, 1),
+            "claims": [claim.as_dict() for claim in self.claims],
+        }
+
+
+def run_cell(name: str, results: ResultFolder, cell: Cell) -> None:
+    """Run one cell and keep its rows; what every engine calls, in whatever process."""
+    import torch
+    from transformers.utils import logging
+
+    if results.record(cell) is not None:
+        return
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    work = results.work(cell)
+    try:
+        with readable_errors(results.folder):
+            work.mkdir(parents=True, exist_ok=True)
+        rows = find_experiment(name).run(cell.parameters, work)
+    finally:
+        torch.set_num_threads(threads)
+    stamp = running_versions() | {
+        "wall_seconds": round(time.perf_counter() - start, 3),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    results.write(cell, [row | stamp for row in rows])
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def reproduce(
+    name: str,
+    out: str | Path,
+    *,
+    scale: str = "laptop",
+    seeds: int | None = None,
+    engine: str = "local",
+    engine_options: dict[str, Any] | None = None,
+    workers: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    start_progress: Callable[[str, int], Callable[[], object]] = lambda name, total: lambda: None,
+) -> Outcome:
+    """Run an experiment, or what is missing of it, and write its table, figures and claims.
+
+    Args:
+        name (`str`): One of [`EXPERIMENTS`].
+        out (`str` or `Path`):
+            Results are kept in `out/name/scale`: a file for each finished cell, so that an interrupted run goes on where
+            it was, and `table.parquet`, `claims.json` and figures of all of them at the end.
+        scale (`str`, *optional*, defaults to `"laptop"`): `"smoke"` (seconds), `"laptop"` (minutes) or `"paper"`.
+        seeds (`int`, *optional*): How many seeds of weights and data; by default as many as the scale has.
+        engine (`str`, *optional*, defaults to `"local"`): `"local"` or `"slurm"`.
+        engine_options (`dict`, *optional*): Options of the engine slurm.
+        workers (`int`, *optional*): Processes of the engine local; by default one a core, and with 0 this one.
+        options (`Mapping`, *optional*): What the experiment itself can be told, `as_published` for one.
+        start_progress: Takes the name and the number of cells to run, and returns what to call when one is done.
+    """
+    experiment = find_experiment(name)
+    check_arguments(scale, seeds, engine, workers)
+    start = time.perf_counter()
+    cells = experiment.cells(scale, seeds, options or {})
+    results = ResultFolder(Path(out) / name / scale, name, scale, experiment.REVISION)
+    results.open()
+    failed: dict[str, str] = {}
+    with results.locked():
+        missing = results.missing(cells)
+        advance = start_progress(name, len(missing))
+
+        def report(cell: Cell, error: BaseException | None) -> None:
+            if isinstance(error, ResultsNotWritable):
+                raise error
+            if error is not None:
+                failed[cell.id] = f"{type(error).__name__}: {error}"
+            advance()
+
+        if missing:
+            run = partial(run_cell, name, results)
+            if engine == "local":
+                run_local(run, missing, report, workers)
+            else:
+                run_slurm(run, missing, report, results.folder / "slurm", engine_options)
+        if failed:
+            raise ValueError(describe_failures(failed, len(missing), results.folder))
+        table = results.table(cells)
+        if hasattr(experiment, "complete"):
+            table = experiment.complete(table)
+        results.write_table(table)
+        claims = judged(experiment.claims(table, scale), scale)
+        files = ["table.parquet", *write_reports(results.folder, experiment.figures(table, scale), claims)]
+    return Outcome(
+        name, scale, results.folder, table, claims, files, time.perf_counter() - start, len(missing), failed
+    )
+
+
+def judged(claims: Sequence[Claim], scale: str) -> list[Claim]:
+    """The claims with their verdicts, which a smoke run is too short to give."""
+    if scale != "smoke":
+        return list(claims)
+    return [replace(claim, holds=None, why="A smoke run shows that it runs, no more.") for claim in claims]
+
+
+def reproduce_all(names: Sequence[str], out: str | Path, **arguments: Any) -> Iterator[Outcome]:
+    """One experiment after the other; then `out/claims-SCALE.json` and `.md` hold the claims of all of them."""
+    outcomes = []
+    for name in names:
+        outcomes.append(reproduce(name, out, **arguments))
+        yield outcomes[-1]
+    claims = [(outcome.name, claim) for outcome in outcomes for claim in outcome.claims]
+    path = Path(out) / f"claims-{arguments.get('scale', 'laptop')}"
+    with readable_errors(Path(out)):
+        write_whole(
+            path.with_suffix(".json"), json.dumps([c.as_dict() | {"experiment": n} for n, c in claims], indent=2)
+        )
+        write_whole(path.with_suffix(".md"), claims_markdown(claims))
+
+
+def claims_markdown(claims: Sequence[tuple[str, Claim]]) -> str:
+    """The claims as one table of Markdown."""
+    lines = ["| command | claim | source | published | ours | holds |", "|---|---|---|---|---|---|"]
+    for name, claim in claims:
+        cells = (f"`rankattn reproduce {name}`", claim.claim, claim.source, claim.published or "-", claim.measured)
+        verdict = claim.verdict + (f": {claim.why}" if claim.why else "")
+        lines.append("| " + " | ".join(text.replace("|", "\\|") for text in (*cells, verdict)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def describe_failures(failed: Mapping[str, str], total: int, folder: Path) -> str:
+    first, text = next(iter(failed.items()))
+    return (
+        f"{len(failed)} of {total} cells failed; cell {first}: {text} The others are kept in {folder}, and the same command "
+        "tries the failed ones again."
+    )
+
+
+def key_values(texts: Sequence[str]) -> dict[str, str]:
+    """Options given as KEY=VALUE.
+
+    >>> key_values(["partition=gpu", "minutes=60"])
+    {'partition': 'gpu', 'minutes': '60'}
+    """
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"options of an engine are KEY=VALUE, got {text!r}.")
+        found[key] = value
+    return found
+
+
+def check_arguments(scale: str, seeds: int | None, engine: str, workers: int | None) -> None:
+    if scale not in SCALES:
+        raise ValueError(f"`scale` must be one of {', '.join(SCALES)}; got {scale!r}.")
+    if engine not in ENGINES:
+        raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {engine!r}.")
+    for what, value, least in (("seeds", seeds, 1), ("workers", workers, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"`{what}` must be at least {least}, got {value}.")
+
+
+def write_reports(folder: Path, figures: "dict[str, Figure]", claims: Sequence[Claim]) -> list[str]:
+    with readable_errors(folder):
+        for name, figure in figures.items():
+            with staged(folder / f"{name}.png") as staging:
+                figure.savefig(staging, format="png")
+        write_whole(folder / "claims.json", json.dumps([claim.as_dict() for claim in claims], indent=2))
+    return [*(f"{name}.png" for name in figures), "claims.json"]
