@@ -12,8 +12,11 @@ def build(heads, rank, width, d=12, bias=True, dtype=torch.float64):
     return [*layers, nn.Linear(heads * width, d, bias=bias, dtype=dtype)]
 
 
-def naive(states, query, key, value, output, heads, qk_scale, output_scale):
+def naive(states, query, key, value, output, heads, qk_scale, output_scale, log_temperature=None):
     q, k, v = (layer(states).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (query, key, value))
+    if log_temperature is not None:
+        q, k = (nn.functional.normalize(z, dim=-1) for z in (q, k))
+        q = q * log_temperature.exp()[:, None, None]
     joined = torch.softmax(q @ k.transpose(2, 3) * qk_scale, -1) @ v
     return output(joined.transpose(1, 2).flatten(2) * output_scale)
 
@@ -35,22 +38,25 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "B{}-N{}-H{}-r{}-v{}".format(*shape))
-def test_values_and_gradients(shape, bias, small_blocks):
+def test_values_and_gradients(shape, bias, qk_norm, small_blocks):
     batch, n, heads, rank, width = shape
     layers = build(heads, rank, width, bias=bias)
+    temperature = torch.randn(heads, dtype=torch.float64, requires_grad=True) if qk_norm else None
     states = torch.randn(batch, n, 12, dtype=torch.float64, requires_grad=True)
     probe = torch.randn(batch, n, 12, dtype=torch.float64)
-    parameters = [states, *(p for layer in layers for p in layer.parameters())]
+    parameters = [states, *(p for layer in layers for p in layer.parameters()), *([temperature] if qk_norm else [])]
     results = []
     for attend in (naive, blocks.blocked_attention):
-        output = attend(states, *layers, heads, 0.7, 0.3)
+        output = attend(states, *layers, heads, 0.7, 0.3, temperature)
         results.append([output, *torch.autograd.grad((output * probe).sum(), parameters)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-9)
     with torch.no_grad():
-        torch.testing.assert_close(blocks.blocked_attention(states, *layers, heads, 0.7, 0.3), results[0][0])
+        again = blocks.blocked_attention(states, *layers, heads, 0.7, 0.3, temperature)
+        torch.testing.assert_close(again, results[0][0])
 
 
 def test_the_small_blocks_do_split():
@@ -79,14 +85,17 @@ def test_only_some_inputs_need_gradients(needed, small_blocks):
 
 
 @pytest.mark.parametrize("loss", [torch.sum, lambda x: x.square().sum()], ids=["sum", "squares"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_second_derivatives_are_those_of_plain_attention(loss, bias, small_blocks):
+def test_second_derivatives_are_those_of_plain_attention(loss, bias, qk_norm, small_blocks):
     layers = build(5, 3, 4, bias=bias)
+    temperature = [torch.randn(5, dtype=torch.float64, requires_grad=True)] if qk_norm else []
     states = torch.randn(7, 9, 12, dtype=torch.float64, requires_grad=True)
     results = []
     for attend in (naive, blocks.blocked_attention):
-        (first,) = torch.autograd.grad(loss(attend(states, *layers, 5, 0.7, 0.3)), states, create_graph=True)
-        wanted = [states, *(layer.weight for layer in layers)]
+        output = attend(states, *layers, 5, 0.7, 0.3, *temperature)
+        (first,) = torch.autograd.grad(loss(output), states, create_graph=True)
+        wanted = [states, *(layer.weight for layer in layers), *temperature]
         results.append([first, *torch.autograd.grad(first.square().sum(), wanted)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-8)

@@ -16,7 +16,7 @@ REVISION = 1
 # budgets as multiples of d^2, the parameters of one projection of an ordinary layer
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
-        "layers": [1], "budgets": {"d^2": 1}, "ranks": [8, 1], "forms": ["original", "qk_norm"], "seeds": 1,
+        "layers": [1], "budgets": {"d^2": 1}, "ranks": [8, 4], "forms": ["original", "qk_norm"], "seeds": 1,
         "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
     "laptop": {

@@ -96,10 +96,12 @@ class RankEncoderAttention(nn.Module):
             self.config._attn_implementation == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
         )
         fused = fused and not kwargs.get("output_attentions")
-        if fused and attention_mask is None and dropout == 0.0 and not self.hardmax and self.log_temperature is None:
+        if fused and attention_mask is None and dropout == 0.0 and not self.hardmax:
             layers = self.query, self.key, self.value, self.output
             heads = self.num_attention_heads
-            attended = blocked_attention(hidden_states, *layers, heads, self.scaling, self.output_scale)
+            attended = blocked_attention(
+                hidden_states, *layers, heads, self.scaling, self.output_scale, self.log_temperature
+            )
             if attended is not None:
                 return attended, None
         query = split_heads(self.query(hidden_states), self.num_attention_heads, self.qk_rank)

@@ -1,0 +1,403 @@
+"""Sweeps: cells that are known again, rows that are whole or absent, runs that go on where they were."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from hf_rankattn.experiments import EXPERIMENTS, reproduce, reproduce_all, training
+from hf_rankattn.experiments.engines import CellJob, slurm_options
+from hf_rankattn.experiments.grid import Cell, grid
+from hf_rankattn.experiments.results import ResultFolder
+from hf_rankattn.experiments.runner import claims_markdown, find_experiment
+from hf_rankattn.experiments.training import PointTraining, train_points
+from hf_rankattn.tasks.loading import load_task, task_builder
+from hf_rankattn.tasks.stream import BatchStream
+
+
+TIMES = ["wall_seconds", "finished"]
+TINY = {"dim": 8, "num_points": 4, "layers": 1, "heads": 1, "rank": 8, "intermediate": 16, "batch_size": 16}
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hf_rankattn", "reproduce", *arguments, "--scale", "smoke", "--out", str(out)]
+
+
+def test_a_cell_is_known_by_its_parameters_alone():
+    known = Cell({"dim": 16, "rank": 4}).id
+    assert known == "e268ca36de1dcee8", "ids of results on disk must not change between releases"
+    others = [Cell({"dim": 16, "rank": 8}), Cell({"dim": 16}), Cell({"dim": 16, "rank": 4.5})]
+    assert len({known, *(cell.id for cell in others)}) == 4
+    with pytest.raises(ValueError):
+        Cell({"rank": float("nan")}).id  # noqa: B018
+
+
+def test_grid_runs_through_every_combination_once():
+    found = list(grid(a=[1, 2], b="x", c=[3, 4, 5]))
+    assert len({tuple(entry.items()) for entry in found}) == 6 and all(entry["b"] == "x" for entry in found)
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])
+def test_cells_of_an_experiment_differ_and_do_not_depend_on_the_seeds_asked_for(name, scale):
+    experiment = find_experiment(name)
+    cells = [cell.id for cell in experiment.cells(scale, 3, {})]
+    assert len(set(cells)) == len(cells)
+    assert set(cells) >= {cell.id for cell in experiment.cells(scale, 1, {})}, "more seeds only add cells"
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Every experiment of the benefits of rank at smoke scale, run once for all tests here."""
+    out = tmp_path_factory.mktemp("runs")
+    return {outcome.name: outcome for outcome in reproduce_all(list(EXPERIMENTS), out, scale="smoke", workers=0)}
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_smoke(name, smoke):
+    outcome = smoke[name]
+    table = pd.read_parquet(outcome.folder / "table.parquet")
+    assert len(table) == len(outcome.table) > 0
+    assert {"cell", "seed", "hf_rankattn", "torch", "wall_seconds"} <= set(table.columns)
+    assert outcome.claims and {claim.verdict for claim in outcome.claims} == {"not testable here"}
+    figures = [file for file in outcome.files if file.endswith(".png")]
+    assert figures and all((outcome.folder / file).read_bytes()[:4] == b"\x89PNG" for file in figures)
+    assert not (outcome.folder / "work").exists() or not any((outcome.folder / "work").iterdir())
+
+
+def test_all_claims_stand_in_one_table(smoke):
+    out = next(iter(smoke.values())).folder.parent.parent
+    listed = json.loads((out / "claims-smoke.json").read_text())
+    assert {entry["experiment"] for entry in listed} == set(EXPERIMENTS)
+    lines = (out / "claims-smoke.md").read_text().splitlines()
+    assert len(lines) == len(listed) + 2 and all(line.startswith("| ") or line.startswith("|-") for line in lines)
+
+
+def test_training_rows_hold_what_a_reader_needs(smoke):
+    table = smoke["rank-separation"].table
+    needed = {
+        "init_seed",
+        "data_seed",
+        "steps",
+        "train_error",
+        "held_out_error",
+        "best_train_error",
+        "published_estimator",
+    }
+    assert needed | {"baseline_zero", "baseline_linear_attention", "parameters_live"} <= set(table.columns)
+    assert (table.status == "finished").all() and table.held_out_error.between(0.1, 3).all()
+    assert table.baseline_zero.eq(1).all()
+    assert (table.published_estimator <= table.best_train_error).all()
+
+
+def test_a_second_run_computes_nothing_and_more_seeds_only_what_is_new(smoke):
+    first = smoke["expansion"]
+    out = first.folder.parent.parent
+    again = reproduce("expansion", out, scale="smoke", workers=0)
+    assert again.computed == 0
+    pd.testing.assert_frame_equal(first.table, again.table)
+    more = reproduce("expansion", out, scale="smoke", seeds=2, workers=0)
+    assert more.computed == 1 and len(more.table) == 2 * len(first.table)
+
+
+def test_two_processes_and_this_one_give_the_same_table(smoke, tmp_path):
+    outcome = reproduce("rank-separation", tmp_path, scale="smoke", workers=2)
+    pd.testing.assert_frame_equal(
+        outcome.table.drop(columns=TIMES), smoke["rank-separation"].table.drop(columns=TIMES), check_exact=True
+    )
+
+
+def test_rows_of_another_version_are_not_mixed(smoke, tmp_path):
+    reproduce("expansion", tmp_path, scale="smoke", workers=0)
+    manifest = tmp_path / "expansion" / "smoke" / "experiment.json"
+    for name, value in (("torch", "1.0"), ("revision", 0)):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {name: value}))
+        with pytest.raises(ValueError, match=f"are of {name} {value}.*Choose another --out"):
+            reproduce("expansion", tmp_path, scale="smoke", workers=0)
+    manifest.write_text("{")
+    with pytest.raises(ValueError, match="not a manifest"):
+        reproduce("expansion", tmp_path, scale="smoke", workers=0)
+
+
+def test_a_damaged_row_is_computed_again(tmp_path):
+    outcome = reproduce("expansion", tmp_path, scale="smoke", workers=0)
+    (cell,) = (outcome.folder / "cells").glob("*.json")
+    whole = json.loads(cell.read_text())["rows"]
+    cell.write_text(cell.read_text()[:100])
+    again = reproduce("expansion", tmp_path, scale="smoke", workers=0)
+    assert again.computed == 1
+    strip = [{key: value for key, value in row.items() if key not in TIMES} for row in whole]
+    assert strip == [{k: v for k, v in row.items() if k not in TIMES} for row in json.loads(cell.read_text())["rows"]]
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path):
+    experiment = find_experiment("expansion")
+    results = ResultFolder(tmp_path / "expansion" / "smoke", "expansion", "smoke", experiment.REVISION)
+    results.open()
+    with results.locked(), pytest.raises(ValueError, match="another process is filling"):
+        reproduce("expansion", tmp_path, scale="smoke", workers=0)
+    assert reproduce("expansion", tmp_path, scale="smoke", workers=0).computed == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": "rank-seperation"}, "the experiments are expansion, random-features"),
+        ({"scale": "huge"}, "smoke, laptop, paper"),
+        ({"engine": "kubernetes"}, "local, slurm"),
+        ({"seeds": 0}, "at least 1"),
+        ({"workers": -1}, "at least 0"),
+        ({"engine": "slurm", "engine_options": {"partitions": "x"}}, "it has cluster, partition"),
+        ({"engine": "slurm", "engine_options": {"minutes": "soon"}}, "whole number from 1, got 'soon'"),
+        ({"engine": "slurm", "engine_options": {"cluster": "pbs"}}, "'slurm' or 'local'"),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path):
+    given = {"name": "expansion", "scale": "smoke", **arguments}
+    with pytest.raises(ValueError, match=message):
+        reproduce(given.pop("name"), tmp_path / "runs", **given)
+    assert not list(tmp_path.glob("runs/**/*.json")) or arguments.get("engine") == "slurm"
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written: Not a directory.*goes on from there"):
+        reproduce("expansion", tmp_path / "file", scale="smoke", workers=0)
+
+
+def test_a_full_disk_leaves_earlier_rows_intact(tmp_path):
+    """A limit on the size of files stands in for the disk: the first seed is written before, the second does not fit."""
+    first = reproduce("expansion", tmp_path, scale="smoke", workers=0)
+    (cell,) = (first.folder / "cells").glob("*.json")
+    before = cell.read_bytes()
+    script = (
+        "import resource, signal, sys\n"
+        "from hf_rankattn.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        f"sys.argv = {['rankattn', *command(tmp_path, 'expansion')[3:], '--seeds', '2', '--workers', '0']!r}\n"
+        "main()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 2 and "cannot be written: File too large" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert cell.read_bytes() == before and [path.name for path in (first.folder / "cells").glob("*.json")] == [
+        cell.name
+    ]
+    assert reproduce("expansion", tmp_path, scale="smoke", seeds=2, workers=0).computed == 1
+
+
+def test_a_failing_cell_is_named_and_the_others_are_kept(tmp_path, monkeypatch):
+    experiment = find_experiment("random-features")
+    original = experiment.run
+
+    def sometimes(parameters, work):
+        if parameters["heads"] == 4:
+            raise RuntimeError("no such luck")
+        return original(parameters, work)
+
+    monkeypatch.setattr(experiment, "run", sometimes)
+    with pytest.raises(ValueError, match="1 of 7 cells failed.*no such luck.*tries the failed ones again"):
+        reproduce("random-features", tmp_path, scale="smoke", workers=0)
+    monkeypatch.setattr(experiment, "run", original)
+    assert reproduce("random-features", tmp_path, scale="smoke", workers=0).computed == 1
+
+
+def test_a_diverged_run_is_no_number(tmp_path):
+    lost = PointTraining(**TINY, steps=300, init_seed=0, data_seed=0, learning_rate=1e4)
+    _, row = train_points(lost, tmp_path)
+    assert row["status"] == "diverged" and row["steps_done"] < 300
+    assert row["held_out_error"] is row["train_error"] is row["best_train_error"] is None
+
+
+def test_diverged_runs_are_drawn_and_judged_without_them(smoke):
+    table = smoke["rank-separation"].table.copy()
+    table.loc[table["rank"] == 4, ["held_out_error", "train_error", "best_train_error"]] = np.nan
+    table.loc[table["rank"] == 4, "status"] = "diverged"
+    experiment = find_experiment("rank-separation")
+    assert experiment.figures(table, "laptop")
+    experiment.claims(table, "laptop")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SAVE_EVERY", 20)
+    monkeypatch.setattr(training, "EPOCH", 10)
+    chosen = PointTraining(**TINY, steps=60, init_seed=1, data_seed=2, qk_norm=True)
+    model, whole = train_points(chosen, tmp_path / "whole")
+
+    class Stop(training.StopWhenLost):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 47:
+                raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "StopWhenLost", Stop)
+        with pytest.raises(Interrupted):
+            train_points(chosen, tmp_path / "parts")
+    assert (tmp_path / "parts" / "checkpoint-40").is_dir()
+    resumed, row = train_points(chosen, tmp_path / "parts")
+    assert row == whole
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_batches_are_the_rows_of_the_stream():
+    builder = task_builder("farthest_neighbor", dim=64, num_points=16, seed=5)
+    assert builder.block_rows % 300, "batches cross blocks"
+    batches = iter(BatchStream(builder, 300))
+    rows = iter(load_task("farthest_neighbor", "train", streaming=True, seed=5))
+    for _ in range(3):
+        batch = next(batches)
+        for row in range(300):
+            assert torch.equal(batch["points"][row], next(rows)["points"])
+    later = next(iter(BatchStream(builder, 300, first=lambda: 2)))
+    assert torch.equal(later["labels"], batch["labels"])
+    parts = [next(iter(BatchStream(builder, 300, first=lambda: 2, process=p, processes=3))) for p in range(3)]
+    assert torch.equal(torch.cat([part["points"] for part in parts]), batch["points"])
+    replayed = iter(BatchStream(builder, 300, replay=2))
+    three = [next(replayed)["points"] for _ in range(3)]
+    assert torch.equal(three[0], three[2]) and not torch.equal(three[0], three[1])
+    with pytest.raises(ValueError, match="multiple of the 7 processes"):
+        BatchStream(builder, 300, processes=7)
+
+
+def test_published_runs_share_weights_and_batches():
+    cells = find_experiment("rank-separation").cells("smoke", 2, {"as_published": True})
+    assert {cell.parameters["init_seed"] for cell in cells} == {613}
+    assert {cell.parameters["replay"] for cell in cells} == {100}
+    chosen = PointTraining(**TINY | {"layers": 3}, steps=1, init_seed=0, data_seed=0, equal_layers=True)
+    layers = training.initial_model(chosen).encoder.layers
+    assert torch.equal(layers[0].attention.query.weight, layers[2].attention.query.weight)
+    other = training.initial_model(PointTraining(**TINY | {"layers": 3}, steps=1, init_seed=0, data_seed=0))
+    assert not torch.equal(other.encoder.layers[0].mlp.up.weight, other.encoder.layers[2].mlp.up.weight)
+
+
+def test_positions_are_compared_at_one_budget():
+    found = {}
+    for cell in find_experiment("positions").cells("laptop", 1, {}):
+        chosen = {name: value for name, value in cell.parameters.items() if name in PointTraining.__dataclass_fields__}
+        model = training.initial_model(PointTraining(**chosen))
+        attention = model.encoder.layers[0].attention
+        size = sum(getattr(attention, part).weight.numel() for part in ("query", "key", "value", "output"))
+        size += model.encoder.layers[0].mlp.up.weight.numel()
+        found.setdefault((chosen["layers"], chosen["rank"]), set()).add(size)
+    assert found and all(len(sizes) == 1 for sizes in found.values())
+
+
+def test_the_published_fault_of_random_features_gives_the_published_number():
+    experiment = find_experiment("random-features")
+    reported, weights, keys = experiment.published_computation(8, 256, seed=0)
+    assert abs(reported - 0.191) < 0.012
+    assert np.linalg.norm(keys, axis=1).min() < 0.8
+    (row,) = experiment.run({"dim": 8, "heads": 256, "seed": 0, "rows": 8192, "faulty": True}, Path())
+    assert abs(row["predicted"] - 0.205) < 0.01 and abs(row["measured"] - row["predicted"]) < 0.02
+    assert row["published_weights_measured"] > row["predicted"] > row["published_formula"]
+
+
+def test_the_measured_error_is_that_of_the_model():
+    """The sum over signs against the construction as a model, on the same rows."""
+    from hf_rankattn.experiments.random_features import measured_error
+    from hf_rankattn.experiments.training import held_out_error
+    from hf_rankattn.theory import random_heads
+    from hf_rankattn.theory.constructions import rank_one_layer
+
+    heads = random_heads(8, 16, 3, "uniform_cosine")
+    weights = np.linspace(-1, 1, 16)
+    builder = task_builder("nearest_neighbor", dim=8, num_points=2, distribution="orthogonal", seed=3)
+    error = held_out_error(rank_one_layer(*heads, weights), builder, 512)
+    assert abs(measured_error(*heads, weights, 512, 3) - error) < 1e-4
+
+
+def test_claims_become_markdown():
+    from hf_rankattn.experiments import Claim
+
+    text = claims_markdown([("depth", Claim("a | b", "ours", "", "1", True, "since"))])
+    assert text.splitlines()[-1] == "| `rankattn reproduce depth` | a \\| b | ours | - | 1 | yes: since |"
+
+
+def test_slurm_jobs_run_cells_and_queue_themselves_again(tmp_path):
+    pytest.importorskip("submitit")
+    assert slurm_options({"minutes": "30"})["minutes"] == 30
+    options = {"cluster": "local", "cells_per_job": "4"}
+    outcome = reproduce("random-features", tmp_path, scale="smoke", engine="slurm", engine_options=options)
+    assert outcome.computed == 7 and len(outcome.table) == 7
+
+    def fail(cell):
+        raise RuntimeError(f"lost {cell.parameters['x']}")
+
+    job = CellJob(fail)
+    assert job([Cell({"x": 1}), Cell({"x": 2})]) == ["RuntimeError: lost 1", "RuntimeError: lost 2"]
+    queued = job.checkpoint([Cell({"x": 3})])
+    assert isinstance(queued.function, CellJob) and queued.args == ([Cell({"x": 3})],)
+
+
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+        return True
+    except ProcessLookupError:
+        return False
+
+
+def kill_until_done(out: Path, kills: int, seed: int, longest: float) -> tuple[int, pd.DataFrame]:
+    """Start a sweep of two workers over and over, kill -9 at random moments so many times, then let it end."""
+    rng = random.Random(seed)
+    done = 0
+    while True:
+        process = subprocess.Popen(
+            command(out, "rank-separation", "--seeds", "4", "--workers", "2"),
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        if done < kills:
+            try:
+                process.wait(rng.uniform(0.5, longest))
+            except subprocess.TimeoutExpired:
+                if rng.random() < 0.5:
+                    process.kill()  # the workers are left to notice
+                else:
+                    os.killpg(process.pid, signal.SIGKILL)
+                done += 1
+            process.communicate()
+            deadline = time.monotonic() + 60
+            while alive(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not alive(process.pid), "workers outlive the sweep that started them"
+            if process.returncode == 0:
+                raise AssertionError("the sweep ended before it was killed often enough: give it more cells")
+        else:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors[-2000:]
+            return done, pd.read_parquet(out / "rank-separation" / "smoke" / "table.parquet")
+
+
+def assert_killed_is_whole(tmp_path, kills: int, seed: int, longest: float) -> None:
+    undisturbed = reproduce("rank-separation", tmp_path / "undisturbed", scale="smoke", seeds=4, workers=0).table
+    done, table = kill_until_done(tmp_path / "killed", kills, seed, longest)
+    assert done == kills
+    path = tmp_path / "undisturbed" / "rank-separation" / "smoke" / "table.parquet"
+    pd.testing.assert_frame_equal(
+        table.drop(columns=TIMES), pd.read_parquet(path).drop(columns=TIMES), check_exact=True
+    )
+    assert len(table) == len(undisturbed) == 16
+
+
+def test_a_killed_sweep_ends_with_the_same_table(tmp_path):
+    assert_killed_is_whole(tmp_path, kills=2, seed=0, longest=12.0)
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_twelve_times_ends_with_the_same_table(tmp_path):
+    assert_killed_is_whole(tmp_path, kills=12, seed=1, longest=14.0)
