@@ -17,7 +17,9 @@ from .grid import Cell
 # what is called for every cell when it is over: the cell, and what went wrong with it, if anything did
 Report = Callable[[Cell, BaseException | None], Any]
 ENGINES = ("local", "slurm")
-SLURM_OPTIONS = {"cluster": "slurm", "partition": None, "minutes": 240, "parallel": 64, "cells_per_job": 1, "cpus": 1}
+SLURM_OPTIONS = {
+    "cluster": "slurm", "partition": None, "minutes": 240, "requeues": 20, "parallel": 64, "cells_per_job": 1, "cpus": 1,
+}  # fmt: skip
 POLL_SECONDS = 1.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -125,7 +127,8 @@ def run_slurm(
     Args:
         folder: Where submitit keeps its files; on a cluster, a folder that all nodes see.
         options: Of [`SLURM_OPTIONS`]: `cluster` ("slurm", or "local" for processes of this machine), `partition`,
-            `minutes` for each job, `parallel` jobs at a time, `cells_per_job`, `cpus` for each job.
+            `minutes` for each job, after which it is queued again and goes on, at most `requeues` times; `parallel` jobs at
+            a time; `cells_per_job`; `cpus` for each job.
     """
     try:
         import submitit
@@ -133,7 +136,9 @@ def run_slurm(
         raise ValueError("--engine slurm needs submitit: pip install 'hf_rankattn[slurm]'.") from None
     chosen = slurm_options(options or {})
     with one_thread_each():
-        executor = submitit.AutoExecutor(folder=folder, cluster=chosen["cluster"])
+        executor = submitit.AutoExecutor(
+            folder=folder, cluster=chosen["cluster"], **{f"{chosen['cluster']}_max_num_timeout": chosen["requeues"]}
+        )
         parameters = {"timeout_min": chosen["minutes"], "cpus_per_task": chosen["cpus"], "name": "rankattn"}
         if chosen["cluster"] == "slurm":
             parameters |= {"slurm_array_parallelism": chosen["parallel"]}
@@ -175,7 +180,7 @@ def slurm_options(given: dict[str, Any]) -> dict[str, Any]:
             f"the engine slurm has no option {', '.join(sorted(strangers))}; it has {', '.join(SLURM_OPTIONS)}."
         )
     chosen = SLURM_OPTIONS | given
-    for name in ("minutes", "parallel", "cells_per_job", "cpus"):
+    for name in ("minutes", "requeues", "parallel", "cells_per_job", "cpus"):
         try:
             chosen[name] = int(chosen[name])
         except (TypeError, ValueError):

@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
     "laptop": {
-        "layers": [1, 3], "ranks": [16, 8, 4, 1], "multiple": 4, "forms": ["original"], "seeds": 2,
+        "layers": [1, 3], "ranks": [16, 8, 1], "multiple": 4, "forms": ["original"], "seeds": 2,
         "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 1000, "batch_size": 128},
     },
     "paper": {

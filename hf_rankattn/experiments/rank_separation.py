@@ -16,15 +16,17 @@ REVISION = 1
 # budgets as multiples of d^2, the parameters of one projection of an ordinary layer
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
-        "layers": [1], "budgets": {"d^2": 1}, "ranks": [8, 4], "forms": ["original", "qk_norm"], "seeds": 1,
+        "panels": [(1, ["d^2"])], "budgets": {"d^2": 1}, "ranks": [8, 4], "forms": ["original", "qk_norm"], "seeds": 1,
         "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
     "laptop": {
-        "layers": [1, 3], "budgets": {"d^2": 1, "d^2.5": 4}, "ranks": [16, 8, 4, 1], "forms": list(FORMS), "seeds": 2,
+        "panels": [(1, ["d^2", "d^2.5", "d^3"]), (3, ["d^2", "d^2.5"])], "budgets": {"d^2": 1, "d^2.5": 4, "d^3": 16},
+        "ranks": [16, 8, 4, 1], "forms": list(FORMS), "seeds": 2,
         "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 1000, "batch_size": 128},
     },
     "paper": {
-        "layers": [1, 3, 5], "budgets": {"d^2": 1, "d^2.5": 8, "d^3": 64}, "ranks": [64, 32, 16, 8, 4, 2, 1],
+        "panels": [(layers, ["d^2", "d^2.5", "d^3"]) for layers in (1, 3, 5)],
+        "budgets": {"d^2": 1, "d^2.5": 8, "d^3": 64}, "ranks": [64, 32, 16, 8, 4, 2, 1],
         "forms": list(FORMS), "seeds": 5,
         "training": {"dim": 64, "num_points": 16, "intermediate": 2048, "steps": 100_000, "batch_size": 256},
     },
@@ -35,28 +37,27 @@ GROUP = ["layers", "budget", "form", "rank", "as_published"]
 def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
     setting = SETTINGS[scale]
     as_published = bool(options.get("as_published"))
-    found = []
-    for axis in grid(
-        layers=setting["layers"],
-        budget=list(setting["budgets"]),
-        form=["original"] if as_published else setting["forms"],
-        rank=setting["ranks"],
-        seed=list(range(seeds or setting["seeds"])),
-    ):
-        training = setting["training"]
-        heads = training["dim"] * setting["budgets"][axis["budget"]] // axis["rank"]
-        labels = {"budget": axis["budget"], "form": axis["form"], "seed": axis["seed"], "as_published": as_published}
-        found.append(
-            training_cell(
-                labels,
-                **training,
-                layers=axis["layers"],
-                heads=heads,
-                rank=axis["rank"],
-                qk_norm=axis["form"] == "qk_norm",
-                **seeds_of(axis["seed"], as_published),
-            )  # fmt: skip
-        )
+    training, found = setting["training"], []
+    for layers, budgets in setting["panels"]:
+        for axis in grid(
+            budget=budgets,
+            form=["original"] if as_published else setting["forms"],
+            rank=setting["ranks"],
+            seed=list(range(seeds or setting["seeds"])),
+        ):
+            heads = training["dim"] * setting["budgets"][axis["budget"]] // axis["rank"]
+            labels = {name: axis[name] for name in ("budget", "form", "seed")} | {"as_published": as_published}
+            found.append(
+                training_cell(
+                    labels,
+                    **training,
+                    layers=layers,
+                    heads=heads,
+                    rank=axis["rank"],
+                    qk_norm=axis["form"] == "qk_norm",
+                    **seeds_of(axis["seed"], as_published),
+                )  # fmt: skip
+            )
     return found
 
 
