@@ -38,10 +38,25 @@ def test_follow_rank_in_training(tmp_path):
 
 def test_publish_points_models(tmp_path):
     script = str(EXAMPLES / "publish_points_models.py")
-    result = run(tmp_path, script, "--output_dir", "models", "--steps", "20", "--cards", "cards")
+    result = run(
+        tmp_path,
+        script,
+        "--output_dir",
+        "models",
+        "--steps",
+        "20",
+        "--dim",
+        "16",
+        "--num_points",
+        "4",
+        "--intermediate",
+        "16",
+        "--cards",
+        "cards",
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     names = {"rank-encoder-farthest-d16-r16", "rank-encoder-farthest-d16-r8"}
-    assert {path.name for path in (tmp_path / "models").iterdir()} == names
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {*names, "table.parquet"}
     assert {path.stem for path in (tmp_path / "cards").iterdir()} == names
 
 
@@ -55,7 +70,7 @@ def test_the_published_cards_tell_the_separation_that_was_measured():
         errors[path.stem] = result.metric_value
         assert f"| {result.metric_value} |" in card.text, "the table repeats the metadata"
         assert "trust_remote_code=True" in card.text and "hf_rankattn" in card.text
-    assert errors["rank-encoder-farthest-d16-r16"] < 0.05 < 0.5 < errors["rank-encoder-farthest-d16-r8"]
+    assert errors["rank-encoder-farthest-d32-r32"] < 0.05 < 0.5 < errors["rank-encoder-farthest-d32-r16"]
 
 
 @pytest.mark.slow

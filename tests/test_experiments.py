@@ -12,20 +12,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-from hf_rankattn.experiments import EXPERIMENTS, reproduce, reproduce_all, training
+from hf_rankattn.experiments import EXPERIMENTS, reproduce, reproduce_all
 from hf_rankattn.experiments.engines import CellJob, slurm_options
 from hf_rankattn.experiments.grid import Cell, grid
 from hf_rankattn.experiments.results import ResultFolder
 from hf_rankattn.experiments.runner import claims_markdown, find_experiment
-from hf_rankattn.experiments.training import PointTraining, train_points
-from hf_rankattn.tasks.loading import load_task, task_builder
-from hf_rankattn.tasks.stream import BatchStream
+from hf_rankattn.tasks.loading import task_builder
 
 
 TIMES = ["wall_seconds", "finished"]
-TINY = {"dim": 8, "num_points": 4, "layers": 1, "heads": 1, "rank": 8, "intermediate": 16, "batch_size": 16}
 
 
 def command(out: Path, *arguments: str) -> list[str]:
@@ -212,13 +208,6 @@ def test_a_failing_cell_is_named_and_the_others_are_kept(tmp_path, monkeypatch):
     assert reproduce("random-features", tmp_path, scale="smoke", workers=0).computed == 1
 
 
-def test_a_diverged_run_is_no_number(tmp_path):
-    lost = PointTraining(**TINY, steps=300, init_seed=0, data_seed=0, learning_rate=1e4)
-    _, row = train_points(lost, tmp_path)
-    assert row["status"] == "diverged" and row["steps_done"] < 300
-    assert row["held_out_error"] is row["train_error"] is row["best_train_error"] is None
-
-
 def test_diverged_runs_are_drawn_and_judged_without_them(smoke):
     table = smoke["rank-separation"].table.copy()
     table.loc[table["rank"] == 4, ["held_out_error", "train_error", "best_train_error"]] = np.nan
@@ -226,75 +215,6 @@ def test_diverged_runs_are_drawn_and_judged_without_them(smoke):
     experiment = find_experiment("rank-separation")
     assert experiment.figures(table, "laptop")
     experiment.claims(table, "laptop")
-
-
-class Interrupted(Exception):
-    pass
-
-
-def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SAVE_EVERY", 20)
-    monkeypatch.setattr(training, "EPOCH", 10)
-    chosen = PointTraining(**TINY, steps=60, init_seed=1, data_seed=2, qk_norm=True)
-    model, whole = train_points(chosen, tmp_path / "whole")
-
-    class Stop(training.StopWhenLost):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 47:
-                raise Interrupted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "StopWhenLost", Stop)
-        with pytest.raises(Interrupted):
-            train_points(chosen, tmp_path / "parts")
-    assert (tmp_path / "parts" / "checkpoint-40").is_dir()
-    resumed, row = train_points(chosen, tmp_path / "parts")
-    assert row == whole
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name]), name
-
-
-def test_batches_are_the_rows_of_the_stream():
-    builder = task_builder("farthest_neighbor", dim=64, num_points=16, seed=5)
-    assert builder.block_rows % 300, "batches cross blocks"
-    batches = iter(BatchStream(builder, 300))
-    rows = iter(load_task("farthest_neighbor", "train", streaming=True, seed=5))
-    for _ in range(3):
-        batch = next(batches)
-        for row in range(300):
-            assert torch.equal(batch["points"][row], next(rows)["points"])
-    later = next(iter(BatchStream(builder, 300, first=lambda: 2)))
-    assert torch.equal(later["labels"], batch["labels"])
-    parts = [next(iter(BatchStream(builder, 300, first=lambda: 2, process=p, processes=3))) for p in range(3)]
-    assert torch.equal(torch.cat([part["points"] for part in parts]), batch["points"])
-    replayed = iter(BatchStream(builder, 300, replay=2))
-    three = [next(replayed)["points"] for _ in range(3)]
-    assert torch.equal(three[0], three[2]) and not torch.equal(three[0], three[1])
-    with pytest.raises(ValueError, match="multiple of the 7 processes"):
-        BatchStream(builder, 300, processes=7)
-
-
-def test_published_runs_share_weights_and_batches():
-    cells = find_experiment("rank-separation").cells("smoke", 2, {"as_published": True})
-    assert {cell.parameters["init_seed"] for cell in cells} == {613}
-    assert {cell.parameters["replay"] for cell in cells} == {100}
-    chosen = PointTraining(**TINY | {"layers": 3}, steps=1, init_seed=0, data_seed=0, equal_layers=True)
-    layers = training.initial_model(chosen).encoder.layers
-    assert torch.equal(layers[0].attention.query.weight, layers[2].attention.query.weight)
-    other = training.initial_model(PointTraining(**TINY | {"layers": 3}, steps=1, init_seed=0, data_seed=0))
-    assert not torch.equal(other.encoder.layers[0].mlp.up.weight, other.encoder.layers[2].mlp.up.weight)
-
-
-def test_positions_are_compared_at_one_budget():
-    found = {}
-    for cell in find_experiment("positions").cells("laptop", 1, {}):
-        chosen = {name: value for name, value in cell.parameters.items() if name in PointTraining.__dataclass_fields__}
-        model = training.initial_model(PointTraining(**chosen))
-        attention = model.encoder.layers[0].attention
-        size = sum(getattr(attention, part).weight.numel() for part in ("query", "key", "value", "output"))
-        size += model.encoder.layers[0].mlp.up.weight.numel()
-        found.setdefault((chosen["layers"], chosen["rank"]), set()).add(size)
-    assert found and all(len(sizes) == 1 for sizes in found.values())
 
 
 def test_the_published_fault_of_random_features_gives_the_published_number():
