@@ -40,6 +40,9 @@ def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         with pytest.raises(Interrupted):
             train_points(chosen, tmp_path / "parts")
     assert (tmp_path / "parts" / "checkpoint-40").is_dir()
+    broken = tmp_path / "parts" / "checkpoint-60"  # as a kill leaves it while it is written
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"")
     resumed, row = train_points(chosen, tmp_path / "parts")
     assert row == whole
     for name, weight in model.state_dict().items():

@@ -1,6 +1,8 @@
 """Who runs the cells: processes on this machine, or the jobs of a cluster."""
 
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,18 @@ ENGINES = ("local", "slurm")
 SLURM_OPTIONS = {
     "cluster": "slurm", "partition": None, "minutes": 240, "requeues": 20, "parallel": 64, "cells_per_job": 1, "cpus": 1,
 }  # fmt: skip
+# a job is told to stop up to a minute before its time is up, and must have loaded torch by then
+SLURM_LEAST = {"minutes": 2, "requeues": 1, "parallel": 1, "cells_per_job": 1, "cpus": 1}
 POLL_SECONDS = 1.0
+QUEUE_SECONDS = 10.0
+# between the end of a job and its result on this side of a shared disk
+RESULT_SECONDS = 15.0
+# of Slurm, those from which a job does not come back
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+JOB_NAME = "rankattn"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -96,6 +109,8 @@ def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report
 class CellJob:
     """Some cells as one job of submitit. When its time is up, the job is queued again and goes on where it was."""
 
+    time_is_up = False
+
     def __init__(self, run: Callable[[Cell], None]):
         self.run = run
 
@@ -106,12 +121,17 @@ class CellJob:
                 self.run(cell)
                 errors.append(None)
             except Exception as error:
+                if self.time_is_up:
+                    # raised by submitit in the midst of the cell: there is no time to begin another
+                    text = f"its job was out of time and could not be queued again ({error}); more minutes or requeues help."
+                    return errors + [text] * (len(cells) - len(errors))
                 errors.append(f"{type(error).__name__}: {error}")
         return errors
 
     def checkpoint(self, cells: Sequence[Cell]) -> Any:
         from submitit.helpers import DelayedSubmission
 
+        self.time_is_up = True
         return DelayedSubmission(CellJob(self.run), cells)
 
 
@@ -124,6 +144,8 @@ def run_slurm(
 ) -> None:
     """Run cells as an array of Slurm jobs through submitit, and wait for them.
 
+    Jobs of an earlier call that are still there are waited for, not submitted a second time.
+
     Args:
         folder: Where submitit keeps its files; on a cluster, a folder that all nodes see.
         options: Of [`SLURM_OPTIONS`]: `cluster` ("slurm", or "local" for processes of this machine), `partition`,
@@ -131,42 +153,168 @@ def run_slurm(
             a time; `cells_per_job`; `cpus` for each job.
     """
     try:
-        import submitit
+        import submitit  # noqa: F401
     except ImportError:
         raise ValueError("--engine slurm needs submitit: pip install 'hf_rankattn[slurm]'.") from None
     chosen = slurm_options(options or {})
+    on_cluster = chosen["cluster"] == "slurm"
+    running = jobs_left(folder, cells) if on_cluster else []
+    held = {cell.id for _, part in running for cell in part}
+    running += submit_jobs(run, [cell for cell in cells if cell.id not in held], folder, chosen)
+    wanted = {cell.id for cell in cells}
+    watch = QueueWatch(folder) if on_cluster else ProcessWatch()
+    try:
+        while running:
+            watch.look()
+            ended = [(job, part) for job, part in running if watch.ended(job)]
+            for job, part in ended:
+                running.remove((job, part))
+                for cell, error in zip(part, watch.errors(job, len(part)), strict=True):
+                    if cell.id in wanted:
+                        report(cell, None if error is None else CellFailed(error))
+            if running and not ended:
+                time.sleep(POLL_SECONDS)
+    except BaseException:
+        cancel_jobs([job for job, _ in running], on_cluster)
+        raise
+
+
+def submit_jobs(
+    run: Callable[[Cell], None], cells: Sequence[Cell], folder: Path, chosen: dict[str, Any]
+) -> list[tuple[Any, Sequence[Cell]]]:
+    """Jobs and their cells, the dear ones first."""
+    import submitit
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    if not cells:
+        return []
+    parameters = {"timeout_min": chosen["minutes"], "cpus_per_task": chosen["cpus"], "name": JOB_NAME}
+    if chosen["cluster"] == "slurm":
+        if shutil.which("sbatch") is None or shutil.which("srun") is None:
+            raise ValueError(
+                "--engine slurm needs the commands of Slurm, and there is no sbatch or srun on this machine."
+            )
+        parameters |= {
+            "slurm_array_parallelism": chosen["parallel"],
+            "slurm_signal_delay_s": min(90, 15 * chosen["minutes"]),
+            # many clusters refuse to queue a job again that did not ask for it beforehand
+            "slurm_additional_parameters": {"requeue": True},
+        }
+        if chosen["partition"]:
+            parameters["slurm_partition"] = chosen["partition"]
+    size = chosen["cells_per_job"]
+    waiting = sorted(cells, key=lambda cell: -cell.cost)
+    parts = [waiting[start : start + size] for start in range(0, len(waiting), size)]
     with one_thread_each():
         executor = submitit.AutoExecutor(
             folder=folder, cluster=chosen["cluster"], **{f"{chosen['cluster']}_max_num_timeout": chosen["requeues"]}
         )
-        parameters = {"timeout_min": chosen["minutes"], "cpus_per_task": chosen["cpus"], "name": "rankattn"}
-        if chosen["cluster"] == "slurm":
-            parameters |= {"slurm_array_parallelism": chosen["parallel"]}
-            if chosen["partition"]:
-                parameters["slurm_partition"] = chosen["partition"]
         executor.update_parameters(**parameters)
-        size = chosen["cells_per_job"]
-        waiting = sorted(cells, key=lambda cell: -cell.cost)
-        parts = [waiting[start : start + size] for start in range(0, len(waiting), size)]
-        jobs = executor.map_array(CellJob(run), parts)
-    running = list(zip(jobs, parts, strict=True))
+        try:
+            jobs = executor.map_array(CellJob(run), parts)
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise ValueError(
+                f"Slurm did not take {len(parts)} jobs of {chosen['minutes']} minutes in the "
+                f"{'partition ' + str(chosen['partition']) if chosen['partition'] else 'default partition'}: "
+                f"{' '.join(str(error).split())}. Mend the options of the engine; a larger cells_per_job makes fewer jobs."
+            ) from None
+    return list(zip(jobs, parts, strict=True))
+
+
+def jobs_left(folder: Path, cells: Sequence[Cell]) -> list[tuple[Any, Sequence[Cell]]]:
+    """Jobs on these cells that an earlier sweep submitted and was not there to see the end of."""
+    from submitit import SlurmJob
+
+    wanted = {cell.id for cell in cells}
+    found: list[tuple[Any, Sequence[Cell]]] = []
+    for name, state in (queue_states() or {}).items():
+        if state not in ENDED and (folder / f"{name}_submitted.pkl").exists():
+            job: Any = SlurmJob(folder, name)
+            (part,) = job.submission().args
+            if any(cell.id in wanted for cell in part):
+                found.append((job, part))
+    return found
+
+
+def queue_states() -> dict[str, str] | None:
+    """The state of each job of this user that the controller remembers; None if it cannot be asked now."""
+    command = ["squeue", "--me", "--name", JOB_NAME, "--noheader", "--array", "--states", "all", "--format", "%i %T"]
     try:
-        while running:
-            done = [entry for entry in running if entry[0].done()]
-            for job, part in done:
-                running.remove((job, part))
-                for cell, error in zip(part, job_errors(job, len(part)), strict=True):
-                    report(cell, None if error is None else CellFailed(error))
-            if running and not done:
-                time.sleep(POLL_SECONDS)
-    except BaseException:
-        for job, _ in running:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else dict(line.split() for line in done.stdout.splitlines())
+
+
+class QueueWatch:
+    """Which jobs are over, with a result or without.
+
+    submitit asks `sacct`, which needs a database that small clusters do not have, and asks the more seldom the longer it
+    waits: a cancelled job would be waited for ten minutes, or for ever. The controller itself always answers.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: set[str] = set()
+        self.asked = float("-inf")
+        self.states: dict[str, str] | None = None
+        self.since: dict[str, float] = {}
+
+    def look(self) -> None:
+        # a network disk remembers that a file was absent for longer than it remembers a listing
+        self.files = set(os.listdir(self.folder))
+        if time.monotonic() - self.asked > QUEUE_SECONDS:
+            self.states, self.asked = queue_states(), time.monotonic()
+
+    def has_result(self, job: Any) -> bool:
+        return job.paths.result_pickle.name in self.files
+
+    def state(self, job: Any) -> str | None:
+        # jobs of an array that are cancelled before they start are one entry, under the name of the array
+        states = self.states or {}
+        return states.get(job.job_id) or states.get(job.job_id.split("_")[0])
+
+    def ended(self, job: Any) -> bool:
+        if self.has_result(job):
+            return True
+        if self.states is None or self.state(job) not in (None, *ENDED):
+            self.since.pop(job.job_id, None)
+            return False
+        now = time.monotonic()
+        return now - self.since.setdefault(job.job_id, now) > RESULT_SECONDS
+
+    def errors(self, job: Any, count: int) -> Sequence[str | None]:
+        if self.has_result(job):
+            return job_errors(job, count)
+        state = self.state(job)
+        fate = f"ended as {state}" if state else "is not known to Slurm any more"
+        return [f"the job {job.job_id} was lost: it {fate} and left no result; its log is {job.paths.stderr}."] * count
+
+
+class ProcessWatch:
+    """The same for processes of this machine."""
+
+    def look(self) -> None:
+        pass
+
+    def ended(self, job: Any) -> bool:
+        return job.done()
+
+    def errors(self, job: Any, count: int) -> Sequence[str | None]:
+        return job_errors(job, count)
+
+
+def cancel_jobs(jobs: Sequence[Any], on_cluster: bool) -> None:
+    if on_cluster:
+        # one command for all, which does not stop at a job that has ended meanwhile
+        subprocess.run(["scancel", *(job.job_id for job in jobs)], capture_output=True)
+    else:
+        for job in jobs:
             job.cancel()
-        raise
 
 
 def job_errors(job: Any, count: int) -> Sequence[str | None]:
-    """What went wrong with each cell of a job; the same with all of them where the job itself was lost."""
+    """What went wrong with each cell of a job; the same with all of them where the job itself failed."""
     try:
         return job.result()
     except Exception as error:
@@ -180,14 +328,14 @@ def slurm_options(given: dict[str, Any]) -> dict[str, Any]:
             f"the engine slurm has no option {', '.join(sorted(strangers))}; it has {', '.join(SLURM_OPTIONS)}."
         )
     chosen = SLURM_OPTIONS | given
-    for name in ("minutes", "requeues", "parallel", "cells_per_job", "cpus"):
+    for name, least in SLURM_LEAST.items():
         try:
             chosen[name] = int(chosen[name])
         except (TypeError, ValueError):
             chosen[name] = 0
-        if chosen[name] < 1:
+        if chosen[name] < least:
             raise ValueError(
-                f"the option {name} of the engine slurm must be a whole number from 1, got {given[name]!r}."
+                f"the option {name} of the engine slurm must be a whole number from {least}, got {given[name]!r}."
             )
     if chosen["cluster"] not in ("slurm", "local"):
         raise ValueError(f"the option cluster of the engine slurm is 'slurm' or 'local', got {chosen['cluster']!r}.")

@@ -192,7 +192,8 @@ def reproduce(
         def report(cell: Cell, error: BaseException | None) -> None:
             if isinstance(error, ResultsNotWritable):
                 raise error
-            if error is not None:
+            # a job that was lost may have finished some of its cells before
+            if error is not None and results.record(cell) is None:
                 failed[cell.id] = f"{type(error).__name__}: {error}"
             advance()
 

@@ -1,6 +1,8 @@
 """Training of the papers' encoder on points, with Trainer, to one row of a table."""
 
+import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..models import RankEncoderConfig, RankEncoderForPointRegression, parameter_counts
@@ -125,7 +128,7 @@ def train_points(training: PointTraining, work: Path) -> tuple[RankEncoderForPoi
         train_dataset=BatchStream(builder, training.batch_size),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(work)) if work.is_dir() else None)
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(work))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     row: dict[str, Any] = {
         "status": "diverged" if watch.diverged else "finished",
@@ -141,6 +144,18 @@ def train_points(training: PointTraining, work: Path) -> tuple[RankEncoderForPoi
         row["train_error"], row["best_train_error"] = losses[-1], min(losses)
         row["held_out_error"] = held_out_error(model, builder, training.held_out_rows)
     return model, row
+
+
+def last_whole_checkpoint(work: Path) -> str | None:
+    """The last checkpoint of an interrupted run; one that it was writing when it was killed is thrown away."""
+    while work.is_dir() and (found := get_last_checkpoint(str(work))):
+        try:
+            # Trainer writes this file after all the others
+            json.loads((Path(found) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            return found
+        except (FileNotFoundError, ValueError):
+            shutil.rmtree(found)
+    return None
 
 
 def initial_model(training: PointTraining) -> RankEncoderForPointRegression:
