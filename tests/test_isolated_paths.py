@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from testing_common import FAMILIES, FAMILY_IDS, float_tensors, shaken, small_bert, tiny_inputs
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForPreTraining, BertLMHeadModel, BertModel
 
 from hf_rankattn import RankEncoderConfig, RankEncoderModel, isolated_paths, path_products, path_terms
 from hf_rankattn.probe.frozen import walk
@@ -38,12 +38,13 @@ class TestIsolatedPaths:
             states = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
         return states
 
-    def test_against_networks_made_by_hand(self):
+    @pytest.mark.parametrize("paths", [5, 20])
+    def test_against_networks_made_by_hand(self, paths):
         model = small_bert(3, 4).double()
         ids = torch.randint(50, (2, 7))
         for length in range(4):
-            chosen = draw_paths([4, 4, 4], length, 5, [0, length])
-            assert ((chosen >= 0).sum(1) == length).all()
+            chosen = draw_paths([4, 4, 4], length, paths, [0, length])
+            assert ((chosen >= 0).sum(1) == length).all() and len(chosen) == paths
             _, states = sum_of_paths(model, {"input_ids": ids}, chosen, mlp=False)
             total = sum(self.by_hand(model, ids, path.tolist()) for path in chosen)
             expected = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
@@ -76,8 +77,36 @@ class TestIsolatedPaths:
             isolated_paths(
                 RankEncoderModel(RankEncoderConfig(input_dim=4, norm_placement="pre")), {"points": torch.ones(1, 4, 4)}
             )
-        with pytest.raises(ValueError, match="`paths` and `repetitions` must be at least 1"):
-            isolated_paths(small_bert(1, 1), {"input_ids": torch.ones(1, 4, dtype=torch.long)}, paths=0)
+        batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+        for argument, message in (
+            ({"paths": 0}, "`paths` must be at least 1, got 0"),
+            ({"paths": 2.5}, "`paths` must be a whole number, got 2.5"),
+            ({"repetitions": True}, "`repetitions` must be a whole number, got True"),
+            ({"seed": -1}, "`seed` must be at least 0, got -1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                isolated_paths(small_bert(1, 1), batch, **argument)
+
+    def test_positions_that_all_examples_share(self):
+        """They are one row, in front of the tokens here, which does not make the batch one example."""
+        model, ids = small_bert(2, 2), torch.randint(50, (3, 6))
+        shared = {"position_ids": torch.arange(6)[None], "input_ids": ids}
+        for probe in (isolated_paths, path_products):
+            assert probe(model, shared).equals(probe(model, {"input_ids": ids}))
+
+    def test_a_head_that_returns_no_logits_of_that_name(self):
+        model = BertForPreTraining(small_bert(2, 2).config)
+        labels = {"labels": torch.randint(50, (2, 6)), "next_sentence_label": torch.tensor([0, 1])}
+        table = isolated_paths(model, {"input_ids": torch.randint(50, (2, 6)), **labels}, repetitions=1)
+        assert set(table.metric) == {"relative_residual", "loss"}
+
+    def test_accuracy_where_each_token_names_the_next(self):
+        model = BertLMHeadModel(small_bert(1, 1, is_decoder=True).config)
+        with torch.no_grad():  # a head that always says 7
+            model.cls.predictions.bias.zero_()[7] = 1e4
+        batch = {"input_ids": torch.tensor([[7, 1, 7, 7]]), "labels": torch.tensor([[7, 1, 7, 7]])}
+        table = isolated_paths(model, batch, repetitions=1)
+        assert value_of(table, "accuracy").tolist() == pytest.approx([2 / 3, 2 / 3])
 
 
 class TestProducts:
@@ -106,5 +135,9 @@ class TestProducts:
             assert published / 2 < found < published * 2
 
     def test_lengths(self):
-        with pytest.raises(ValueError, match="`lengths` within 1 and 2"):
-            path_products(small_bert(2, 2), {"input_ids": torch.ones(1, 4, dtype=torch.long)}, lengths=[3])
+        batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+        for lengths in ([3], [0], [1.5], [], 2, "one"):
+            with pytest.raises(ValueError, match="`lengths` must be a list of whole numbers within 1 and 2"):
+                path_products(small_bert(2, 2), batch, lengths=lengths)
+        with pytest.raises(ValueError, match="`samples` must be at least 1, got 0"):
+            path_products(small_bert(2, 2), batch, samples=0)

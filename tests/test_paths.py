@@ -31,6 +31,7 @@ from hf_rankattn import (
     RankEncoderModel,
     ablate,
     isolated_paths,
+    layer_bounds,
     measure_collapse,
     path_lengths,
     path_products,
@@ -189,7 +190,23 @@ MODELS = {
         GPT2Config(vocab_size=47, n_embd=24, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
     ),
 }
+
+
+def deepseek(**fields):
+    config = DeepseekV3Config(
+        **SMALL, num_key_value_heads=4, kv_lora_rank=5, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2,
+        v_head_dim=3, first_k_dense_replace=1, moe_intermediate_size=8, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, **fields,
+    )  # fmt: skip
+    model = DeepseekV3Model(config)
+    model.set_experts_implementation("eager")  # the grouped product has no float64
+    return model
+
+
 ROUNDED = {  # their norms and their softmax compute in float32, whatever the model is in
+    # a latent between stream and values, with a norm of its own; a mixture of experts behind the first layer
+    "DeepSeek-V3": lambda: deepseek(),
+    "DeepSeek-V3 with biases": lambda: deepseek(attention_bias=True),
     "Llama": lambda: LlamaModel(LlamaConfig(**SMALL, num_key_value_heads=2)),
     "Qwen2": lambda: Qwen2Model(Qwen2Config(**SMALL, num_key_value_heads=2)),
 }
@@ -258,6 +275,28 @@ class TestEveryFamily:
         with ablate(model, mlp="identity_trick"):
             assert error_of(path_lengths(model, tiny_inputs(ALBERT, "Model"))) <= 1e-12
 
+    def test_the_heads_of_deepseek_against_its_own_attention(self):
+        """The update of a layer from its maps, by the modules of the model itself, with a latent and biases."""
+        model = shaken(deepseek(attention_bias=True)).double().eval()
+        model.set_attn_implementation("eager")
+        steps, _ = parts_of(model, {"input_ids": torch.arange(1, 9)[None]}, Steps())
+        frozen = next(step for step in steps.steps if step.name == "attention.1")
+        attention = model.layers[1].self_attn
+        states = model.layers[0](
+            steps.states,
+            position_embeddings=model.rotary_emb(steps.states, torch.arange(8)[None]),
+            attention_mask=torch.full((8, 8), -1e30, dtype=torch.float64).triu(1)[None, None],
+        ).detach()
+        with torch.no_grad():
+            latent = attention.kv_a_proj_with_mqa(model.layers[1].input_layernorm(states))[..., :5]
+            values = attention.kv_b_proj(attention.kv_a_layernorm(latent)).unflatten(-1, (4, 7))[..., 4:]
+            context = torch.einsum("bhij,bjhv->bihv", frozen.maps, values).flatten(2)
+            expected = attention.o_proj(context)
+        found = frozen.attend(states) + frozen.source
+        assert close(found, expected, expected, 1e-6)
+        # biases are in the sources, and scales of tokens in the values: without either it is another network
+        assert not close(found - frozen.source, expected, expected, 1e-2)
+
     def test_images(self):
         config = ViTConfig(
             hidden_size=24,
@@ -308,10 +347,53 @@ class TestEveryFamily:
     def test_the_model_is_left_as_it_was(self):
         model, batch = BERT.stock("Model")(BERT.stock_config()).train(), tiny_inputs(BERT, "Model")
         implementation = model.config._attn_implementation
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
         for probe in (path_lengths, path_terms, isolated_paths, path_products):
             probe(model, batch)
         assert model.training and model.config._attn_implementation == implementation
+
+    @pytest.mark.parametrize("field", ["return_dict", "output_hidden_states"])
+    def test_what_a_config_asks_for_changes_nothing(self, field):
+        model, batch = small_bert(2, 2), {"input_ids": torch.arange(1, 9)[None]}
+        probes = (path_lengths, path_terms, lambda *inputs: isolated_paths(*inputs, repetitions=1), path_products)
+        before = [probe(model, batch) for probe in probes]
+        setattr(model.config, field, field != "return_dict")
+        for probe, table in zip(probes, before, strict=True):
+            assert probe(model, batch).equals(table)
+
+    def test_no_cache_is_filled(self):
+        model = GPT2Model(GPT2Config(vocab_size=47, n_embd=24, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0))
+        assert walk(model, {"input_ids": torch.arange(1, 9)[None]}, Lengths()).past_key_values is None
+
+    def test_checkpointing_in_training(self):
+        model, batch = small_bert(2, 2), {"input_ids": torch.arange(1, 9)[None]}
+        before = path_lengths(model, batch)
+        model.train().gradient_checkpointing_enable()
+        assert path_lengths(model, batch).equals(before) and model.training and model.is_gradient_checkpointing
+
+    def test_layers_of_a_group_one_after_the_other(self):
+        """ALBERT may have several layers in a group, which it runs in turn, again and again."""
+        config = ALBERT.stock_config(num_hidden_layers=2, num_hidden_groups=1, inner_group_num=2)
+        model, batch = shaken(ALBERT.stock("Model")(config)).double(), {"input_ids": torch.arange(1, 7)[None]}
+        table = path_lengths(model, batch)
+        assert table.length.max() == 4 and error_of(table) <= 1e-12
+        terms = path_terms(model, batch, limit=50_000)
+        for length in range(5):
+            summed = value_of(terms, "projection", length=length).sum()
+            assert value_of(table, "projection", length=length).item() == pytest.approx(summed, abs=1e-10)
+
+    def test_a_stream_of_zeros(self):
+        model = small_bert(2, 2)
+        with torch.no_grad():
+            model.embeddings.LayerNorm.weight.zero_()
+            model.embeddings.LayerNorm.bias.zero_()
+        for by in ("length", "head"):
+            assert error_of(path_lengths(model, {"input_ids": torch.arange(1, 9)[None]}, by=by)) <= 1e-5
+
+    def test_the_hooks_are_gone(self):
+        model, batch = BERT.stock("Model")(BERT.stock_config()), tiny_inputs(BERT, "Model")
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        for probe in (path_lengths, path_terms, isolated_paths, path_products):
+            probe(model, batch)
         assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 
 
@@ -420,6 +502,10 @@ class TestNonsense:
         model = small_bert(3, 3)
         with pytest.raises(ValueError, match="`by` must be 'length', 'layer' or 'head', got 'token'"):
             path_lengths(model, self.batch, by="token")
+        with pytest.raises(ValueError, match="`by` must be 'length', 'layer' or 'head', got"):
+            path_lengths(model, self.batch, by=["length"])
+        with pytest.raises(ValueError, match="`limit` must be a whole number, got 'many'"):
+            path_terms(model, self.batch, limit="many")
         with pytest.raises(ValueError, match="has 106 paths, above limit=100: use path_lengths"):
             path_terms(model, self.batch, limit=100)
         with pytest.raises(ValueError, match="BertModel has no task head"):
@@ -433,16 +519,9 @@ class TestNonsense:
             path_lengths(xlnet, {**self.batch, "perm_mask": torch.zeros(1, 8, 8)})
 
     def test_models(self):
-        config = DeepseekV3Config(
-            vocab_size=20, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_nope_head_dim=4,
-            qk_rope_head_dim=4, v_head_dim=4, n_routed_experts=2, n_group=1, topk_group=1, num_experts_per_tok=1,
-        )  # fmt: skip
-        for probe in (path_lengths, path_terms):
-            with pytest.raises(
-                ValueError, match="DeepSeek-V3 have no decomposition .* There is one for BERT, RoBERTa"
-            ):
-                probe(DeepseekV3Model(config), self.batch)
+        for probe in (path_lengths, path_terms, layer_bounds, isolated_paths, path_products):
+            with pytest.raises(ValueError, match="BertModel has no layers, and so no paths"):
+                probe(small_bert(0, 2), self.batch)
         with pytest.raises(ValueError, match="cross-attention reads another stream"):
             path_lengths(small_bert(1, 1, is_decoder=True, add_cross_attention=True), self.batch)
         with pytest.raises(ValueError, match="set config.chunk_size_feed_forward to 0 first"):
@@ -458,5 +537,29 @@ class TestNonsense:
         adapter.remove()
         with torch.no_grad():
             value.weight[0, 0] = torch.nan
-        with pytest.raises(ValueError, match="do not add up to its output: relative error nan"):
+        with pytest.raises(ValueError, match="the states of BertModel hold NaN or Inf"):
             path_lengths(model, self.batch)
+
+    def test_rows_that_padding_masks_wholly(self):
+        """Llama's eager softmax computes in float32, where the mask of a float64 model is an infinity: no fault of weights."""
+        model = LlamaModel(LlamaConfig(**SMALL, num_key_value_heads=2))
+        left = {**self.batch, "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])}
+        assert error_of(path_lengths(model, left)) <= 1e-5
+        with pytest.raises(ValueError, match="in float64 and padding masks whole rows"):
+            path_lengths(model.double(), left)
+
+    def test_batches(self):
+        model = small_bert(2, 2)
+        cases = {
+            "`inputs` must be a batch": None,
+            "input_ids must hold at least one example": {"input_ids": torch.zeros(0, 8, dtype=torch.long)},
+            r"tokens must be \(batch, n\), got \(8,\)": {"input_ids": torch.arange(8)},
+            r"the mask is \(1, 5\), and the tokens are \(1, 8\)": {**self.batch, "attention_mask": torch.ones(1, 5)},
+        }
+        for probe in (path_lengths, path_terms, layer_bounds, isolated_paths, path_products):
+            for message, batch in cases.items():
+                with pytest.raises(ValueError, match=message):
+                    probe(model, batch)
+        vit = ViTModel(ViTConfig(**{**SMALL, "image_size": 8, "patch_size": 4}))
+        with pytest.raises(ValueError, match="pixel_values must hold at least one example"):
+            path_lengths(vit, {"pixel_values": torch.zeros(0, 3, 8, 8)})

@@ -85,6 +85,8 @@ class Sublayers:
     pre_norm: Callable[[Any], bool] = lambda layer: False
     # the norm of the base model behind its last layer
     final_norm: str | None = None
+    # a norm without bias inside the values, which gives each token a scale
+    value_norm: str | None = None
 
 
 Edit = ZeroInput | PassInput | ZeroOutput | Feed | Return
@@ -150,7 +152,7 @@ def bert_like(name: str, *model_types: str) -> Family:
 def pre_norm(
     name: str, *model_types: str, layers: str, attention: str, mlp: str, norms: tuple[str, str],
     values: Callable[[Any], Values] | None = None, lipschitz: Callable[[Any], MLP] | None = None,
-    projection: str | None = None, final_norm: str | None = None, **row,
+    projection: str | None = None, final_norm: str | None = None, value_norm: str | None = None, **row,
 ) -> Family:  # fmt: skip
     """Families that add to the stream before they normalise it: no module stands between an addition and the next."""
     reason = "the layer adds attention to the stream in its own code, with no module to hook between"
@@ -164,6 +166,7 @@ def pre_norm(
         projection=projection,
         pre_norm=lambda layer: True,
         final_norm=final_norm,
+        value_norm=value_norm,
     )
     return Family(
         name=name,
@@ -226,6 +229,17 @@ def latent_heads(attention, config) -> tuple[torch.Tensor, torch.Tensor]:
     rotary = down[latent:].expand(heads, -1, -1)
     keys = torch.cat([up @ down[:latent], rotary], dim=1)
     return queries.unflatten(0, (heads, -1)).transpose(1, 2), keys.transpose(1, 2)
+
+
+def latent_values(layer) -> Values:
+    """DeepSeek's values through their latent, the gain of the norm between folded in."""
+    attention = layer.self_attn
+    latent, output = attention.kv_lora_rank, attention.o_proj
+    up = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, -1))[:, attention.qk_nope_head_dim :]
+    up = up.flatten(0, 1) * attention.kv_a_layernorm.weight
+    down = attention.kv_a_proj_with_mqa
+    bias = None if down.bias is None else up @ down.bias[:latent]
+    return Values(up @ down.weight[:latent], bias, output.weight, output.bias)
 
 
 def xlnet_logits(attention, record: Callable, stack: ExitStack) -> None:
@@ -405,6 +419,7 @@ TABLE = (
         "DeepSeek-V3", "deepseek_v3", layers="layers", attention="self_attn", mlp="mlp",
         norms=("input_layernorm", "post_attention_layernorm"), causal=lambda config: True,
         query_key=lambda attention, config: latent_heads(attention, config), positions="rotary positions",
+        values=latent_values, value_norm="self_attn.kv_a_layernorm", projection="self_attn.o_proj", final_norm="norm",
     ),
 )  # fmt: skip
 
@@ -425,8 +440,7 @@ def sublayers_of(model: PreTrainedModel) -> Sublayers:
     if family.sublayers is None:
         known = ", ".join(row.name for row in TABLE if row.sublayers is not None)
         raise ValueError(
-            f"the layers of {family.name} have no decomposition into heads here: a norm stands between its values and "
-            f"the stream. There is one for {known}."
+            f"the layers of {family.name} have no decomposition into heads here. There is one for {known}."
         )
     if model.config.chunk_size_feed_forward:
         raise ValueError("set config.chunk_size_feed_forward to 0 first: the MLP of a layer is seen as a whole.")

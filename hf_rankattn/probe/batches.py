@@ -30,6 +30,8 @@ def plain(model: Any) -> PreTrainedModel:
 
 def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of `inputs` with what the model's forward takes, on its device; labels and the like are left out."""
+    if not hasattr(inputs, "__iter__") and not hasattr(inputs, "__getitem__"):
+        raise ValueError(f"`inputs` must be a batch, a list of batches or a DataLoader, got {inputs!r}.")
     batches: Iterable[Mapping[str, torch.Tensor]] = [inputs] if isinstance(inputs, Mapping) else inputs
     accepted = set(inspect.signature(model.forward).parameters)
     # the weights of an offloaded model are nowhere until they are used, and its hooks move what it is given
@@ -74,8 +76,16 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
         raise ValueError(
             f"`attention_mask` must be (batch, n), 1 for tokens and 0 for padding, got {tuple(mask.shape)}."
         )
+    if empty := [name for name, value in batch.items() if value.ndim < 1 or len(value) < 1]:
+        raise ValueError(f"{', '.join(empty)} must hold at least one example.")
     tokens = next((batch[name] for name in ("input_ids", "points", "inputs_embeds") if name in batch), None)
     if tokens is not None:
+        if tokens.ndim < 2:
+            raise ValueError(f"tokens must be (batch, n), got {tuple(tokens.shape)}: add the batch in front.")
+        if mask is not None and mask.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"the mask is {tuple(mask.shape)}, and the tokens are {tuple(tokens.shape[:2])}, examples by tokens."
+            )
         limit = longest(model.config)
         if limit and limit < tokens.shape[1]:
             raise ValueError(

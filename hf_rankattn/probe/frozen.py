@@ -1,5 +1,6 @@
 """A model as it acted on one batch, with its maps and norms held still: a chain of sublayers, linear in the stream."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -80,11 +81,12 @@ class FrozenStep:
 
 @dataclass(frozen=True)
 class FrozenAttention(FrozenStep):
-    """A sublayer of attention; its update is `sum_h P_h (before x) W_h`."""
+    """A sublayer of attention; its update is `sum_h P_h scale (before x) W_h`, the scale being one of each token."""
 
     maps: torch.Tensor
     values: Values
     before: FrozenNorm | None
+    scale: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -95,7 +97,8 @@ class FrozenAttention(FrozenStep):
         if self.before is not None:
             states = self.before.apply_(states.clone())
         width = self.values.output.shape[1] // self.heads
-        value = linear(states, self.values.value).unflatten(-1, (-1, width)).transpose(1, 2)
+        value = linear(states, self.values.value)
+        value = (value if self.scale is None else value * self.scale).unflatten(-1, (-1, width)).transpose(1, 2)
         if value.shape[1] != self.heads:
             value = value.repeat_interleave(self.heads // value.shape[1], dim=1)
         return self.maps @ value
@@ -119,7 +122,9 @@ class Walker(Protocol):
         """`stream` is what really entered the sublayer."""
 
 
-def constant_row(values: Values, maps: torch.Tensor, before: FrozenNorm | None) -> torch.Tensor | None:
+def constant_row(
+    values: Values, maps: torch.Tensor, before: FrozenNorm | None, scale: torch.Tensor | None
+) -> torch.Tensor | None:
     """What attention adds whatever it is given: a map hands on a row that all tokens share, as its rows sum to one."""
     bias, heads = values.value_bias, maps.shape[1]
     if before is not None and before.bias is not None:
@@ -131,7 +136,8 @@ def constant_row(values: Values, maps: torch.Tensor, before: FrozenNorm | None) 
     bias = bias.unflatten(0, (-1, output.shape[-1]))
     rows = torch.einsum("hv,dhv->hd", bias.repeat_interleave(heads // len(bias), dim=0), output)
     # the sums of the rows are one up to rounding; with them the sum of all paths is the output to the last digits
-    constant = maps.sum(-1).transpose(1, 2) @ rows
+    passed = maps.sum(-1) if scale is None else (maps @ scale[:, None]).squeeze(-1)
+    constant = passed.transpose(1, 2) @ rows
     return constant if values.output_bias is None else constant.add_(values.output_bias)
 
 
@@ -162,6 +168,9 @@ class Recorder:
                 attention = submodule(layer, self.family.attention)
                 stack.callback(attention.register_forward_hook(self.attend_in(layer)).remove)  # type: ignore[union-attr]
             self.watch(layer, rows.updated, "updated", stack)
+            if rows.value_norm is not None:
+                inside: Any = submodule(layer, rows.value_norm)
+                stack.callback(inside.register_forward_pre_hook(self.enter_values).remove)
             for path, leave in (
                 (rows.attention_norm, self.leave_attention_norm),
                 (rows.mlp_norm, self.leave_mlp_norm),
@@ -212,6 +221,9 @@ class Recorder:
         # XLNet's attention sends its maps through dropout first, and then its output
         self.seen.setdefault("maps", args[0])
 
+    def enter_values(self, module, args) -> None:
+        self.seen["scale"] = norm_on(module, args[0]).inverse
+
     def leave_attention_norm(self, layer, norm, before, after) -> None:
         if self.sublayers.pre_norm(layer):
             self.seen["before"], self.seen["normed"] = before, after
@@ -237,11 +249,12 @@ class Recorder:
             module = submodule(layer, self.sublayers.attention_norm)
             before = freeze_norm(module, self.states(seen.pop("before")), self.states(seen.pop("normed")))
         frozen = freeze_norm(norm, total, after)
-        source = finished(constant_row(values, maps, before), frozen)
+        scale = seen.pop("scale", None)
+        source = finished(constant_row(values, maps, before, scale), frozen)
         # where the skip is gone, the sum is the update itself, to the last bit
         skip = not torch.equal(total, attended)
         stream = self.states(seen.pop("stream"))
-        step = FrozenAttention(f"attention.{self.layer}", skip, frozen, source, maps, values, before)
+        step = FrozenAttention(f"attention.{self.layer}", skip, frozen, source, maps, values, before, scale)
         self.walker.step(step, stream)
         seen["middle"] = total if pre_norm else after
 
@@ -284,7 +297,19 @@ def walk(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], walker: Walk
         raise ValueError(f"paths go through one stream, from its first layer: leave out {', '.join(foreign)}.")
     if "input_ids" in batch and batch["input_ids"].ndim != 2:
         raise ValueError(f"`input_ids` must be (batch, n), got {tuple(batch['input_ids'].shape)}.")
+    if not layers_of(model):
+        raise ValueError(
+            f"{type(model).__name__} has no layers, and so no paths: give one with num_hidden_layers > 0."
+        )
     base = base_of(model)
     with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
         Recorder(model, walker, stack)
-        return base(**batch)
+        return base(**batch, **plain_output(base))
+
+
+def plain_output(base: PreTrainedModel) -> dict[str, bool]:
+    """What keeps a model from returning a tuple, or maps, states and keys of all its layers, whatever its config says."""
+    wanted = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
+    parameters = inspect.signature(base.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in wanted.items() if anything or name in parameters}

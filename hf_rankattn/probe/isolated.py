@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from ..measure import relative_residual
 from ..measure.norms import working
+from ..theory.inputs import whole
 from .ablate import Depth, ablate, first
 from .architectures import base_of, family_of, layers_of, sublayers_of, submodule
 from .batches import Inputs, batches_of, evaluating, plain, real_tokens
-from .frozen import FrozenAttention, FrozenStep, norm_on, walk
+from .frozen import FrozenAttention, FrozenStep, norm_on, plain_output, walk
 from .paths import long_table, plain_batches, rows_of
 from .task_head import TaskHead, task_batches
 
@@ -30,7 +31,11 @@ def draw_paths(heads: Sequence[int], length: int, paths: int, seed: Sequence[int
 
 def head_counts(model: PreTrainedModel) -> list[int]:
     family = family_of(model)
-    attentions = [submodule(layer, family.attention) for layer in layers_of(model)]
+    if not (layers := layers_of(model)):
+        raise ValueError(
+            f"{type(model).__name__} has no layers, and so no paths: give one with num_hidden_layers > 0."
+        )
+    attentions = [submodule(layer, family.attention) for layer in layers]
     return [len(family.query_key(attention, model.config)[0]) for attention in attentions]
 
 
@@ -88,15 +93,21 @@ class SubNetworks:
         return (kept, *output[1:]) if isinstance(output, tuple) else kept
 
 
+def examples_of(batch: dict) -> int:
+    """How many examples a batch has, in which positions may be one row for all."""
+    return max(len(value) for value in batch.values())
+
+
 def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: bool):
     """What the base model returns for the last of some paths, and the normalised sum of the states of all of them."""
     base, count = base_of(model), len(chosen)
-    size = len(next(iter(batch.values())))
+    size = examples_of(batch)
     rows = torch.from_numpy(chosen).repeat_interleave(size, dim=0)
-    repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in batch.items()}
+    whole_rows = {name: value.expand(size, *value.shape[1:]) for name, value in batch.items()}
+    repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in whole_rows.items()}
     with evaluating(base), ablate(model, attention_skip=True, mlp=not mlp), ExitStack() as stack:
         SubNetworks(model, rows, stack)
-        result = base(**repeated)
+        result = base(**repeated, **plain_output(base))
     total = result.last_hidden_state.unflatten(0, (count, size)).sum(0)
     return result, bare_norm(submodule(layers_of(model)[-1], sublayers_of(model).attention_norm), total)
 
@@ -130,8 +141,7 @@ def isolated_paths(
     model = plain(model)
     if any(map(sublayers_of(model).pre_norm, layers_of(model))):
         raise ValueError("isolated paths are those of layers that normalise after they add, and these do so before.")
-    if paths < 1 or repetitions < 1:
-        raise ValueError(f"`paths` and `repetitions` must be at least 1, got {paths} and {repetitions}.")
+    paths, repetitions, seed = whole("paths", paths, 1), whole("repetitions", repetitions, 1), whole("seed", seed, 0)
     heads, base = head_counts(model), base_of(model)
     rows, offset = [], 0
     for batch, task_batch in plain_batches(model, inputs) if base is model else task_batches(model, inputs):
@@ -155,10 +165,19 @@ def scores(head: TaskHead, states: torch.Tensor) -> dict[str, torch.Tensor]:
         labels, logits = example.get("labels"), output.get("logits")
         if output.get("loss") is not None:
             found["loss"].append(output.loss)
-        if labels is not None and not labels.is_floating_point() and logits.shape[:-1] == labels.shape:
+        if labels is None or labels.is_floating_point() or logits is None:
+            continue
+        if logits.shape[:-1] == labels.shape:
+            if next_token(head.model):
+                logits, labels = logits[:, :-1], labels[:, 1:]
             counted = labels != -100
             found["accuracy"].append((logits.argmax(-1) == labels)[counted].double().mean())
     return {name: torch.stack(values) for name, values in found.items() if values}
+
+
+def next_token(model: PreTrainedModel) -> bool:
+    """Whether the labels of a model are its inputs, of which each token is to name the next."""
+    return family_of(model).causal(model.config) and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
 
 
 class Products:
@@ -200,13 +219,13 @@ def path_products(
     model = plain(model)
     heads = head_counts(model)
     wanted = range(1, len(heads) + 1) if lengths is None else lengths
-    if samples < 1 or not all(1 <= length <= len(heads) for length in wanted):
-        raise ValueError(
-            f"`samples` must be at least 1 and `lengths` within 1 and {len(heads)}, got {samples} and {list(wanted)}."
-        )
+    samples, seed = whole("samples", samples, 1), whole("seed", seed, 0)
+    within = isinstance(wanted, Sequence) and wanted and all(length in range(1, len(heads) + 1) for length in wanted)
+    if not within:
+        raise ValueError(f"`lengths` must be a list of whole numbers within 1 and {len(heads)}, got {lengths!r}.")
     rows, offset = [], 0
     for number, batch in enumerate(batches_of(base_of(model), inputs)):
-        size, mask = len(next(iter(batch.values()))), real_tokens(base_of(model), batch)
+        size, mask = examples_of(batch), real_tokens(base_of(model), batch)
         chosen = np.concatenate([draw_paths(heads, length, samples, [seed, number, length]) for length in wanted])
         examples = np.random.default_rng(np.random.SeedSequence([seed, number])).integers(size, size=len(chosen))
         walker = Products(chosen, examples)

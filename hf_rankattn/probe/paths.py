@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..measure import relative_residual
 from ..measure.norms import drop_rows, working
+from ..theory.inputs import whole
 from .architectures import base_of, sublayers_of
 from .batches import Inputs, batches_of, plain, real_tokens
 from .frozen import FrozenAttention, FrozenStep, walk
@@ -143,19 +144,25 @@ def part_metrics(part: Part, output: torch.Tensor, mask: torch.Tensor | None) ->
 
 
 def relative_error(found: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """The distance of two states (batch, n, d) over the norm of the second, (batch)."""
-    return torch.linalg.vector_norm(found - states, dim=(1, 2)) / torch.linalg.vector_norm(states, dim=(1, 2))
+    """The distance of two states (batch, n, d) over the norm of the second, (batch); none for states that are all zero."""
+    distance = torch.linalg.vector_norm(found - states, dim=(1, 2))
+    return torch.where(distance == 0, 0, distance / torch.linalg.vector_norm(states, dim=(1, 2)))
 
 
 def checked(error: torch.Tensor, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The error of a decomposition as a metric; one that leaves fewer than half of the digits is raised."""
     # float32 has the say in float64 models, too, since some norms compute in it whatever the model does
     allowed = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+    if bool(error.isnan().any()):
+        raise ValueError(
+            f"the states of {type(model).__name__} hold NaN or Inf. Its weights do, or it is in float64 and padding masks "
+            "whole rows of a softmax that computes in float32: try it in float32."
+        )
     if not bool((error <= allowed).all()):
         raise ValueError(
             f"the paths of {type(model).__name__} do not add up to its output: relative error {error.max().item():.1e}. "
-            "Its weights hold NaN or Inf, or something acts on its layers that the table of architectures does not "
-            "know, such as adapters (merge them first) or hooks."
+            "Something acts on its layers that the table of architectures does not know, such as adapters (merge them "
+            "first) or hooks."
         )
     return {"reconstruction_error": error}
 
@@ -209,7 +216,7 @@ def path_lengths(
     model = plain(model)
     sublayers_of(model)
     labels = {"length": ["length"], "layer": ["layer"], "head": ["layer", "head"]}
-    if by not in labels:
+    if not isinstance(by, str) or by not in labels:
         raise ValueError(f"`by` must be 'length', 'layer' or 'head', got {by!r}.")
     rows, offset = [], 0
     for batch, task_batch in task_batches(model, inputs) if loss else plain_batches(model, inputs):
@@ -312,7 +319,7 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
 
     Returns a long table with the columns `model, source, path, length, example, metric, value`.
     """
-    model = plain(model)
+    model, limit = plain(model), whole("limit", limit, 1)
     sublayers_of(model)
     rows, offset = [], 0
     for batch in batches_of(base_of(model), inputs):

@@ -7,11 +7,11 @@ that head h is right and C_gh that heads g and h agree.
 """
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
+from .agreement import SCALE, TILE, AgreementProduct, arcsine_tile, lower_kernel, solve
 from .harmonics import legendre_steps, log_harmonic_dimension, sign_energies
 from .inputs import cosines, head_weights, unit_heads, whole
 
@@ -19,7 +19,6 @@ from .inputs import cosines, head_weights, unit_heads, whole
 # up to here a direct factorisation is as fast as conjugate gradients
 LARGEST_DIRECT = 1024
 LARGEST_DEGREE = 4095
-TILE = 256  # two tiles of scores stay in the cache while arcsines are taken of them
 PAIRINGS = ("independent", "equal", "uniform_cosine")
 
 
@@ -77,54 +76,7 @@ def head_agreement(queries, keys, other_queries=None, other_keys=None) -> np.nda
     others = unit_heads(other_queries, other_keys)
     if others[0].shape[1] != queries.shape[1]:
         raise ValueError(f"heads of {queries.shape[1]} and of {others[0].shape[1]} dimensions cannot be compared.")
-    return agreement_tile(queries, keys, *others)
-
-
-def agreement_tile(
-    queries: np.ndarray, keys: np.ndarray, other_queries: np.ndarray, other_keys: np.ndarray, scratch=(None, None)
-) -> np.ndarray:
-    """C of two sets of heads that are known to be unit vectors, (H, d) and (G, d) -> (H, G), in given memory if any."""
-    tile = np.matmul(queries, other_queries.T, out=scratch[0])
-    factor = np.matmul(keys, other_keys.T, out=scratch[1])
-    for scores in (tile, factor):
-        np.clip(scores, -1, 1, out=scores)
-        np.arcsin(scores, out=scores)
-    tile *= factor
-    tile *= 2 / np.pi**2
-    tile += 0.5
-    return tile
-
-
-def lower_tiles(count: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles that cover the lower half of a square matrix, the diagonal included; the last ones may be smaller."""
-    for row in range(0, count, TILE):
-        for column in range(0, row + 1, TILE):
-            yield slice(row, min(row + TILE, count)), slice(column, min(column + TILE, count))
-
-
-class Tiles:
-    """Tiles of C from its heads, made in the same memory one after the other: fresh pages cost more than arcsines."""
-
-    def __init__(self, queries: np.ndarray, keys: np.ndarray):
-        self.queries, self.keys = queries, keys
-        self.scratch = np.empty((2, TILE * TILE))
-
-    def make(self, rows: slice, columns: slice) -> np.ndarray:
-        """One tile, valid until the next is made."""
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        parts = self.queries[rows], self.keys[rows], self.queries[columns], self.keys[columns]
-        tile = agreement_tile(*parts, [piece[: shape[0] * shape[1]].reshape(shape) for piece in self.scratch])
-        if rows == columns:
-            np.fill_diagonal(tile, 1.0)  # the arcsine is steep at 1, where rounding would cost half the digits
-        return tile
-
-
-def lower_kernel(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """C (H, H) with what lies above the tiles of its diagonal left as it comes."""
-    kernel, tiles = np.empty((len(queries), len(queries))), Tiles(queries, keys)
-    for rows, columns in lower_tiles(len(queries)):
-        kernel[rows, columns] = tiles.make(rows, columns)
-    return kernel
+    return 0.5 + SCALE * arcsine_tile(queries, keys, *others)
 
 
 def optimal_weights(
@@ -135,10 +87,11 @@ def optimal_weights(
     Args:
         queries, keys (`(H, d)` arrays): Unit query and key directions of the heads.
         method (`str`, *optional*):
-            `"cholesky"` (H^2 numbers of memory, H^3 / 3 products) or `"conjugate_gradients"` (any memory, a few dozen
+            `"cholesky"` (H^2 numbers of memory, H^3 / 3 products) or `"conjugate_gradients"` (any memory, ten to fifty
             products with C); by default the first up to 1,024 heads and the second above.
         memory (`int`, *optional*, defaults to 2**30):
-            Bytes of C that conjugate gradients keep. Tiles beyond it are computed anew in each step.
+            Bytes of C that conjugate gradients keep. Tiles beyond it are computed anew in each step, in float32, and
+            the residual is refined in float64 until it meets the tolerance.
         tolerance (`float`, *optional*, defaults to 1e-10):
             Conjugate gradients stop when |C a - b| is below this share of |b|. The error of a in the expected error is of
             the order of its square.
@@ -160,7 +113,7 @@ def optimal_weights(
     if method == "cholesky":
         return cholesky_solve(lower_kernel(queries, keys), target)
     memory, max_steps = whole("memory", memory, 0), whole("max_steps", max_steps, 1)
-    return conjugate_gradients(AgreementProduct(queries, keys, memory), target, tolerance, max_steps)
+    return solve(queries, keys, target, memory, tolerance, max_steps)
 
 
 def accuracy_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -188,53 +141,6 @@ def cholesky_solve(kernel: np.ndarray, target: np.ndarray) -> np.ndarray:
         solution[part] -= solution[after] @ factor[after, part]
         solution[part] = np.linalg.solve(factor[part, part].T, solution[part])
     return solution
-
-
-class AgreementProduct:
-    """Products of C with vectors, from tiles of its lower half: each serves twice, and as many are kept as memory allows."""
-
-    def __init__(self, queries: np.ndarray, keys: np.ndarray, memory: int):
-        self.tiles, self.memory = Tiles(queries, keys), memory
-        self.kept: dict[tuple[int, int], np.ndarray] = {}
-
-    def __call__(self, vector: np.ndarray) -> np.ndarray:
-        product = np.zeros_like(vector)
-        for rows, columns in lower_tiles(len(vector)):
-            tile = self.tile(rows, columns)
-            product[rows] += tile @ vector[columns]
-            if rows != columns:
-                product[columns] += vector[rows] @ tile
-        return product
-
-    def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        place = rows.start, columns.start
-        if place in self.kept:
-            return self.kept[place]
-        tile = self.tiles.make(rows, columns)
-        if tile.nbytes <= self.memory:
-            self.memory -= tile.nbytes
-            self.kept[place] = tile.copy()
-        return tile
-
-
-def conjugate_gradients(product, target: np.ndarray, tolerance: float, max_steps: int) -> np.ndarray:
-    solution = np.zeros_like(target)
-    residual, direction = target.copy(), target.copy()
-    square = float(residual @ residual)
-    goal = tolerance**2 * square
-    for _ in range(max_steps):
-        image = product(direction)
-        length = square / float(direction @ image)
-        solution += length * direction
-        residual -= length * image
-        before, square = square, float(residual @ residual)
-        if square <= goal:
-            return solution
-        direction = residual + square / before * direction
-    raise ValueError(
-        f"conjugate gradients are at a relative residual of {math.sqrt(square / goal) * tolerance:.1e} after {max_steps} "
-        f"steps, above the tolerance {tolerance:.1e}. Raise one of them, or use method='cholesky'."
-    )
 
 
 def expected_error(queries, keys, weights=None, *, method: str | None = None) -> float:
