@@ -426,8 +426,8 @@ def calibrated(
             share = 1.0
             if rank < part.old_rank:
                 (moments,) = gathered(new, [part], [slot], calibration, paired=objective == "attention")
-                pairs = moments.pairs if isinstance(moments.pairs, torch.Tensor) else None
-                tensors, share = part.narrow(rank, part.seen(moments), seed, pairs)
+                tensors, share = part.narrow(rank, part.seen(moments), seed, moments.pairs)
+                del moments  # before the next layer's are gathered, as those of one layer may be large
                 with torch.no_grad():
                     for name, tensor in tensors.items():
                         own[index].get_parameter(name).copy_(tensor)
