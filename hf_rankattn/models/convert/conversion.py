@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...probe.architectures import base_of
 from ...probe.batches import Inputs, evaluating
-from .calibration import calibration_batches
+from .calibration import calibration_batches, in_pieces
 from .distil import distil
 from .factors import best_factors, lost_energy, root_of_moment, root_of_rows, with_prior
 from .families import Family, Slot, entries_of, family_of_type, rank_class_of, slots_of
@@ -394,11 +394,13 @@ def gathered(
         for gatherer, slot in zip(gatherers, slots, strict=True):
             stack.callback(slot.module.register_forward_pre_hook(watch(gatherer), with_kwargs=True).remove)
         for batch in calibration_batches(base, calibration):
-            current.update(batch=batch, left=applications)
-            try:
-                base(**batch)
-            except Finished:
-                pass
+            # moments are sums over texts: a CPU is as fast with few at a time, and their activations take less room
+            for piece in in_pieces(batch, 2 if base.device.type == "cpu" else None):
+                current.update(batch=piece, left=applications)
+                try:
+                    base(**piece)
+                except Finished:
+                    pass
     return [gatherer.finish() for gatherer in gatherers]
 
 
