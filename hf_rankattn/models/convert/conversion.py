@@ -77,8 +77,9 @@ def convert_rank(
             `"attention"` weights errors by the attention they meet, which has no closed form and takes longer, for BERT
             and ALBERT with calibration.
         distil_steps (`int`, *optional*, defaults to 0):
-            Steps of training on the calibration batches towards the hidden states of the original.
-        seed (`int`, *optional*, defaults to 0): For the new dimensions of a larger rank; nothing else is random.
+            Steps of training towards the hidden states of the original, on the calibration batches and variations of them.
+        seed (`int`, *optional*, defaults to 0):
+            For the new dimensions of a larger rank and the texts of distillation; nothing else is random.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -135,7 +136,9 @@ def convert_model(
             progress(done, total)
         if distil_steps:
             done = total - distil_steps
-            distil(new, model, calibration, distil_steps, progress=lambda step: progress(done + step, total))
+            distil(
+                new, model, calibration, distil_steps, seed=seed, progress=lambda step: progress(done + step, total)
+            )
     return Conversion(new, reports(parts, ranks, kept))
 
 
