@@ -293,7 +293,8 @@ def convert(
     Console().print(table)
     for name, value in outcome.damage.items():
         print(f"{name.replace('_', ' ')}: {value:.4f}")
-    print(f"{outcome.parameters_saved:,} parameters saved. Written to {outcome.folder}.")
+    change = "saved" if outcome.parameters_saved >= 0 else "added"
+    print(f"{abs(outcome.parameters_saved):,} parameters {change}. Written to {outcome.folder}.")
 
 
 class Scale(StrEnum):

@@ -21,6 +21,23 @@ def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[
         yield batch
 
 
+def in_pieces(batch: dict[str, torch.Tensor], rows: int | None) -> Iterator[dict[str, torch.Tensor]]:
+    """The batch, `rows` texts at a time (all of them if None); what texts share, as position ids may be, goes along.
+
+    >>> [piece["input_ids"].tolist() for piece in in_pieces({"input_ids": torch.arange(3)[:, None]}, rows=2)]
+    [[[0], [1]], [[2]]]
+    """
+    texts = batch.get("input_ids", batch.get("inputs_embeds"))
+    if texts is None or rows is None:
+        yield batch
+        return
+    for start in range(0, len(texts), rows):
+        yield {
+            name: value[start : start + rows] if value.ndim and len(value) == len(texts) else value
+            for name, value in batch.items()
+        }
+
+
 def real_keys(batch: Mapping[str, torch.Tensor], cross: bool, shape: tuple[int, ...]) -> torch.Tensor:
     """Which tokens are not padding, (batch, n), as the mask of the batch says."""
     mask = batch.get("encoder_attention_mask" if cross else "attention_mask")

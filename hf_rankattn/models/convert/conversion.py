@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...probe.architectures import base_of
 from ...probe.batches import Inputs, evaluating
-from .calibration import calibration_batches
+from .calibration import calibration_batches, in_pieces
 from .distil import distil
 from .factors import best_factors, lost_energy, root_of_moment, root_of_rows, with_prior
 from .families import Family, Slot, entries_of, family_of_type, rank_class_of, slots_of
@@ -77,8 +77,9 @@ def convert_rank(
             `"attention"` weights errors by the attention they meet, which has no closed form and takes longer, for BERT
             and ALBERT with calibration.
         distil_steps (`int`, *optional*, defaults to 0):
-            Steps of training on the calibration batches towards the hidden states of the original.
-        seed (`int`, *optional*, defaults to 0): For the new dimensions of a larger rank; nothing else is random.
+            Steps of training towards the hidden states of the original, on the calibration batches and variations of them.
+        seed (`int`, *optional*, defaults to 0):
+            For the new dimensions of a larger rank and the texts of distillation; nothing else is random.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -135,7 +136,9 @@ def convert_model(
             progress(done, total)
         if distil_steps:
             done = total - distil_steps
-            distil(new, model, calibration, distil_steps, progress=lambda step: progress(done + step, total))
+            distil(
+                new, model, calibration, distil_steps, seed=seed, progress=lambda step: progress(done + step, total)
+            )
     return Conversion(new, reports(parts, ranks, kept))
 
 
@@ -394,11 +397,13 @@ def gathered(
         for gatherer, slot in zip(gatherers, slots, strict=True):
             stack.callback(slot.module.register_forward_pre_hook(watch(gatherer), with_kwargs=True).remove)
         for batch in calibration_batches(base, calibration):
-            current.update(batch=batch, left=applications)
-            try:
-                base(**batch)
-            except Finished:
-                pass
+            # moments are sums over texts: a CPU is as fast with few at a time, and their activations take less room
+            for piece in in_pieces(batch, 2 if base.device.type == "cpu" else None):
+                current.update(batch=piece, left=applications)
+                try:
+                    base(**piece)
+                except Finished:
+                    pass
     return [gatherer.finish() for gatherer in gatherers]
 
 
@@ -426,8 +431,8 @@ def calibrated(
             share = 1.0
             if rank < part.old_rank:
                 (moments,) = gathered(new, [part], [slot], calibration, paired=objective == "attention")
-                pairs = moments.pairs if isinstance(moments.pairs, torch.Tensor) else None
-                tensors, share = part.narrow(rank, part.seen(moments), seed, pairs)
+                tensors, share = part.narrow(rank, part.seen(moments), seed, moments.pairs)
+                del moments  # before the next layer's are gathered, as those of one layer may be large
                 with torch.no_grad():
                     for name, tensor in tensors.items():
                         own[index].get_parameter(name).copy_(tensor)

@@ -11,14 +11,23 @@ from transformers import PreTrainedModel
 from ...probe.architectures import base_of
 from ...probe.batches import Inputs, evaluating
 from .calibration import calibration_batches, real_keys
+from .variation import varied
 
 
 WARMUP = 10
 
 
-def endless(base: PreTrainedModel, calibration: Inputs) -> Iterator[dict[str, torch.Tensor]]:
+def endless(base: PreTrainedModel, calibration: Inputs, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The calibration again and again, about every other batch of it as other texts made of the same words."""
+    generator = torch.Generator().manual_seed(seed)
     for _ in count():
-        yield from calibration_batches(base, calibration)
+        for batch in calibration_batches(base, calibration):
+            ids = batch.get("input_ids")
+            if ids is not None and torch.rand((), generator=generator) < 0.5:
+                real = real_keys(batch, False, tuple(ids.shape))
+                new = varied(ids.cpu(), real, base.config.vocab_size, generator)
+                batch = {**batch, "input_ids": new.to(ids.device)}
+            yield batch
 
 
 def state_loss(student: torch.Tensor, teacher: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -40,14 +49,15 @@ def distil(
     calibration: Inputs,
     steps: int,
     *,
-    learning_rate: float = 2e-3,
+    seed: int = 0,
+    learning_rate: float = 1e-3,
     progress: Callable[[int], Any] = lambda step: None,
 ) -> None:
     """Train the queries and keys of `student` for `steps` batches, in place, towards the states of `teacher`.
 
     The loss is the error of the hidden states after every layer, so that each layer is told what the next one expects.
-    Only queries and keys learn: they are what was cut, and the rest of the model fits other texts than these few. There
-    is no dropout, so nothing is random.
+    Only queries and keys learn: they are what was cut, and the rest of the model fits other texts than these few. Of the
+    texts themselves there are few, so half of the batches are variations of them, drawn with `seed`.
     """
     learner, original = base_of(student), base_of(teacher)
     weights = [weight for name, weight in student.named_parameters() if is_query_or_key(name)]
@@ -56,7 +66,7 @@ def distil(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
     )
-    batches = endless(original, calibration)
+    batches = endless(original, calibration, seed)
     with evaluating(teacher), evaluating(student):
         try:
             for weight in trainable:

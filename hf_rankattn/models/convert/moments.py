@@ -6,7 +6,7 @@ import torch
 
 from .calibration import real_keys
 from .heads import LinearHeads, Sides
-from .weighted import attention_weights, paired_moment
+from .weighted import attention_weights, packed_size, paired_moment
 
 
 class NoActivations(ValueError):
@@ -42,12 +42,16 @@ class LayerMoments:
     """
 
     def __init__(self, heads, sides: Sides, scale: float, causal: bool, where: str, paired: bool = False):
-        self.heads, self.scale, self.causal, self.where, self.paired = heads, scale, causal, where, paired
+        self.heads, self.scale, self.causal, self.where = heads, scale, causal, where
         self.sides = sides
         count, x, y = sides.form.shape
         self.query = torch.zeros(count, x, x, dtype=torch.float64, device=sides.form.device)
         self.key = torch.zeros(count, y, y, dtype=torch.float64, device=sides.form.device)
-        self.pairs: torch.Tensor | float = 0.0
+        self.pairs: torch.Tensor | None = None
+        if paired:
+            # single precision: at the usual width of heads this is half the size of the model already
+            sizes = count, packed_size(x), packed_size(y)
+            self.pairs = torch.zeros(sizes, dtype=torch.float32, device=sides.form.device)
         self.rows = 0
 
     def check(self, states: torch.Tensor) -> torch.Tensor:
@@ -76,11 +80,9 @@ class LayerMoments:
             weights = even_weights(visible).to(key.device)
             mean = weights @ key
             self.key += key.mT @ (weights.sum(0)[:, None] * key) - mean.mT @ mean
-            if self.paired:
+            if self.pairs is not None:
                 single = query.float(), key.float()
-                self.pairs = (
-                    self.pairs + paired_moment(*single, attention_weights(*single, self.scale, visible)).double()
-                )
+                paired_moment(*single, attention_weights(*single, self.scale, visible), self.pairs)
 
     def add_relative(
         self, states: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None, batch

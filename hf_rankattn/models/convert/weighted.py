@@ -16,10 +16,15 @@ UNIFORM = 0.3
 ROUNDS = 8
 
 
+def packed_size(width: int) -> int:
+    """How many different products two entries of a row of this width have."""
+    return width * (width + 1) // 2
+
+
 def upper_products(rows: torch.Tensor) -> torch.Tensor:
     """The products `rows_a rows_c`, a <= c, of every row: (..., w) -> (..., w (w + 1) / 2)."""
     width = rows.shape[-1]
-    packed = rows.new_empty(*rows.shape[:-1], width * (width + 1) // 2)
+    packed = rows.new_empty(*rows.shape[:-1], packed_size(width))
     start = 0
     for first in range(width):
         packed[..., start : start + width - first] = rows[..., first : first + 1] * rows[..., first:]
@@ -35,15 +40,21 @@ def symmetric_index(width: int) -> torch.Tensor:
     return index
 
 
-def paired_moment(query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def paired_moment(
+    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, total: torch.Tensor | None = None
+) -> torch.Tensor:
     """`sum_i (q_i q_i^T) x C_i` in packed form, (heads, x (x + 1) / 2, y (y + 1) / 2), of one example.
 
     Takes queries (heads, n, x), keys (heads, m, y) and weights (heads, n, m) whose rows sum to one; `C_i` is the
-    covariance of the keys under row i of the weights.
+    covariance of the keys under row i of the weights. It is added to `total` where one is given, head by head, since
+    that tensor is the largest thing that a conversion holds beside the two models.
     """
-    mean = weights @ key
-    covariance = weights @ upper_products(key) - upper_products(mean)
-    return upper_products(query).transpose(-1, -2) @ covariance
+    if total is None:
+        total = query.new_zeros(len(query), packed_size(query.shape[-1]), packed_size(key.shape[-1]))
+    for head, asking, asked, rows in zip(total, query, key, weights, strict=True):
+        covariance = rows @ upper_products(asked) - upper_products(rows @ asked)
+        head.addmm_(upper_products(asking).T, covariance)
+    return total
 
 
 def attention_weights(query: torch.Tensor, key: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
@@ -58,14 +69,18 @@ def weighted_loss(pairs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
     width = query.shape[0]
     index = symmetric_index(width)
     error = torch.eye(width, dtype=query.dtype) - query @ key.T
-    full = pairs[index][:, :, index]
-    return torch.einsum("ab,acbd,cd->", error, full, error)
+    # row by row of the error: the whole tensor has width^4 entries
+    rows = [torch.einsum("b,cbd,cd->", error[a], pairs[index[a]][:, index], error) for a in range(width)]
+    return torch.stack(rows).sum()
 
 
-def solve_side(pairs: torch.Tensor, against: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
+def solve_side(
+    pairs: torch.Tensor, against: torch.Tensor, fixed: torch.Tensor, start: torch.Tensor, noise: float
+) -> torch.Tensor:
     """The factor (y, r) that is best beside the `fixed` one (x, r); `pairs` (x-products, y-products) has x first.
 
-    `against` (x, y) holds `sum_c pairs[(a, c), (b, c)]`, the right-hand side before it meets the fixed factor.
+    `against` (x, y) holds `sum_c pairs[(a, c), (b, c)]`, the right-hand side before it meets the fixed factor. In
+    directions that the calibration does not show, to the relative precision `noise` of the pairs, it stays at `start`.
     """
     width, rank = fixed.shape
     other = against.shape[1]
@@ -77,30 +92,45 @@ def solve_side(pairs: torch.Tensor, against: torch.Tensor, fixed: torch.Tensor) 
     packed = products.T @ pairs
     index, entry = symmetric_index(other), symmetric_index(rank)
     normal = packed[entry][:, :, index].permute(0, 2, 1, 3).reshape(rank * other, rank * other)
-    ridge = 1e-9 * normal.diagonal().mean().clamp(min=torch.finfo(normal.dtype).tiny)
-    normal.diagonal().add_(ridge)
     right = (fixed.T @ against).reshape(-1, 1)
-    solution = torch.cholesky_solve(right, torch.linalg.cholesky(normal))
-    return solution.view(rank, other).T
+    stay = noise * normal.trace().clamp(min=torch.finfo(normal.dtype).tiny)
+    for _ in range(8):
+        normal.diagonal().add_(stay)
+        right = right + stay * start.T.reshape(-1, 1)
+        root, failed = torch.linalg.cholesky_ex(normal)
+        if not failed:
+            return torch.cholesky_solve(right, root).view(rank, other).T
+        stay = 10 * stay
+    return start
+
+
+def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both factors at one length, as their product leaves the choice open; solving and training are better off so."""
+    balance = (right.norm(dim=0) / left.norm(dim=0).clamp(min=torch.finfo(left.dtype).tiny)).sqrt()
+    balance = torch.where(balance > 0, balance, 1)
+    return left * balance, right / balance
 
 
 def refine_factors(pairs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn about, the best keys for the queries and the best queries for the keys, from a starting point on.
 
-    Takes packed `pairs` (heads, p, p) and factors (heads, w, r); no turn raises the weighted loss of a head.
+    Takes packed `pairs` (heads, p, p) and factors (heads, w, r); the weighted loss of a head never ends above its start.
     """
     refined = []
     width = query.shape[1]
     index = symmetric_index(width)
+    noise = 10 * torch.finfo(pairs.dtype).eps  # of sums over many tokens
     with one_thread(pairs):
-        for head, left, right in zip(pairs.double().cpu(), query.double().cpu(), key.double().cpu(), strict=True):
+        for packed, left, right in zip(pairs, query.double().cpu(), key.double().cpu(), strict=True):
+            head = packed.double().cpu()
             against = torch.stack([head[index[a]][:, index].diagonal(dim1=0, dim2=2).sum(-1) for a in range(width)])
-            for _ in range(ROUNDS):
-                right = solve_side(head, against, left)
-                left = solve_side(head.T, against.T, right)
-            # both factors at one length, as their product leaves the choice open and training is better off so
-            balance = (right.norm(dim=0) / left.norm(dim=0).clamp(min=torch.finfo(left.dtype).tiny)).sqrt()
-            balance = torch.where(balance > 0, balance, 1)
-            refined.append((left * balance, right / balance))
+            start = left, right = balanced(left, right)
+            before = weighted_loss(head, left, right)
+            # a start without loss leaves nothing to lower but the rounding of the pairs
+            rounds = ROUNDS if before > noise * weighted_loss(head, 0 * left, right) else 0
+            for _ in range(rounds):
+                right = solve_side(head, against, left, right, noise)
+                left = solve_side(head.T, against.T, right, left, noise)
+            refined.append(balanced(left, right) if weighted_loss(head, left, right) < before else start)
     lefts, rights = zip(*refined, strict=True)
     return torch.stack(lefts).to(query), torch.stack(rights).to(key)

@@ -1,0 +1,112 @@
+"""Checkpoints converted shard by shard, never held as a whole."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from testing_common import ALBERT, BERT, XLNET
+from testing_convert import trained_like
+from transformers import BertConfig, BertModel
+
+from hf_rankattn.models.convert import convert_model, convert_shards
+
+
+class TestShards:
+    @pytest.mark.parametrize("family, suffix", [(BERT, "ForMaskedLM"), (ALBERT, "Model"), (XLNET, "LMHeadModel")])
+    @pytest.mark.parametrize("request_", [{"qk_rank": 3}, {"qk_rank": 10}, {"qk_rank": "auto", "mean_rank": 4}])
+    def test_equals_the_conversion_in_memory(self, family, suffix, request_, tmp_path):
+        model = trained_like(family, suffix).float()
+        (tmp_path / "new").mkdir()
+        model.save_pretrained(tmp_path / "old", max_shard_size="15KB")
+        whole, reports = convert_model(model, **request_)
+        whole.save_pretrained(tmp_path / "whole")
+        _, streamed = convert_shards(tmp_path / "old", tmp_path / "new", **request_)
+        assert streamed == reports
+        ours, theirs = (family.rank(suffix).from_pretrained(tmp_path / name).state_dict() for name in ("new", "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("new", "whole")]
+        assert configs[0] == configs[1]
+
+    def test_damaged_files_are_refused(self, tmp_path):
+        model = BERT.stock("Model")(BERT.stock_config())
+        model.save_pretrained(tmp_path)
+        file = tmp_path / "model.safetensors"
+        whole = file.read_bytes()
+        for damaged in (whole[:-100], b"", b"\xff" * 64, whole[:8] + b"{" * 100 + whole[108:]):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="model.safetensors"):
+                convert_shards(tmp_path, tmp_path, 3)
+        file.unlink()
+        with pytest.raises(ValueError, match="no file model.safetensors"):
+            convert_shards(tmp_path, tmp_path, 3)
+
+    @pytest.mark.slow
+    def test_a_checkpoint_several_times_the_memory_limit(self, tmp_path):
+        """All the process may hold, Python and torch included, is a third of the checkpoint at most."""
+        code = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from transformers import BertConfig
+from hf_rankattn.models.convert import convert_shards
+torch.set_num_threads(1)
+source, target = Path(sys.argv[1]), Path(sys.argv[2])
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+limit = (int(status["VmData"].split()[0]) + 160_000) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    torch.empty(limit // 4).fill_(1)
+    sys.exit("the limit does not hold")
+except RuntimeError:
+    pass
+convert_shards(source, target, 16)
+peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # ru_maxrss starts at the parent's peak
+print(json.dumps({"limit": limit, "peak": peak * 1024}))
+"""
+        sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 1000}
+        config = BertConfig(**sizes, num_hidden_layers=60, architectures=["BertModel"])
+        (tmp_path / "old").mkdir()
+        (tmp_path / "new").mkdir()
+        config.save_pretrained(tmp_path / "old")
+        total = write_sparse_shards(tmp_path / "old", config)
+        command = [sys.executable, "-c", code, str(tmp_path / "old"), str(tmp_path / "new")]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-2000:]
+        seen = json.loads(result.stdout)
+        assert total > 3 * seen["limit"] and seen["peak"] < seen["limit"], (total, seen)
+        index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == total - 60 * 2 * 48 * 16 * (1024 + 1) * 4
+
+
+def write_sparse_shards(folder: Path, config) -> int:
+    """A BERT checkpoint of zeros, five layers a shard, as files with holes: written at once, however large."""
+    import struct
+
+    with torch.device("meta"):
+        state = BertModel(config).state_dict()
+    shards: dict[str, dict] = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        number = int(parts[2]) // 5 if name.startswith("encoder.layer.") else 0
+        shards.setdefault(f"model-{number:05d}.safetensors", {})[name] = tensor
+    total = 0
+    for file, tensors in shards.items():
+        header, end = {}, 0
+        for name, tensor in tensors.items():
+            header[name] = {
+                "dtype": "F32",
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + 4 * tensor.numel()],
+            }
+            end += 4 * tensor.numel()
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            stream.truncate(8 + len(text) + end)
+        total += end
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return total
