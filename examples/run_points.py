@@ -38,7 +38,7 @@ def main() -> None:
         set_seed(arguments.seed)
         model = point_model(arguments, builder)
         optimizer = point_optimizer(model, arguments.learning_rate, arguments.temperature_lr_factor)
-        run = begin_run(arguments, rows=builder.hash)
+        run = begin_run(arguments, script="run_points", rows=builder.hash)
     if run.checkpoint:
         log(f"going on at step {run.step} of {arguments.steps}")
     log(f"{builder.task_name()} {builder.config.name}; {parameter_counts(model).live:,} parameters")

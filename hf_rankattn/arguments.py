@@ -92,7 +92,9 @@ def parse_arguments(
     and one line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = ScriptParser([cast(Any, kind)], description=description, allow_abbrev=False, formatter_class=help_formatter())
+    parser = ScriptParser(
+        [cast(Any, kind)], description=description, allow_abbrev=False, formatter_class=help_formatter()
+    )
     parser.usage = f"{parser.prog} [config.yaml] [--name value ...]"
     known = {item.name: item for item in dataclasses.fields(kind) if item.init}
     if argv and argv[0].endswith(ConfigFile):

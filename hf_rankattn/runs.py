@@ -144,6 +144,13 @@ def complete_checkpoint(checkpoint: Path) -> None:
         (checkpoint / COMPLETE).touch()
 
 
+def drop_checkpoints(run: Run, keep: int) -> None:
+    """Delete all but the last checkpoints of a run."""
+    if run.is_main:
+        for path in sorted(run.folder.glob("checkpoint-*"), key=step_of)[:-keep]:
+            shutil.rmtree(path)
+
+
 class RunCallback(TrainerCallback):
     """Marks the checkpoints of `Trainer` as whole, and stops where the arguments say."""
 
