@@ -119,7 +119,8 @@ def main() -> None:
 
         if arguments.push_to:
             log(push_to_hub(model, arguments.push_to, card=card))
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     leave_processes()
 
 
