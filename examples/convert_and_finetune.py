@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, set_seed
 
 from hf_rankattn import convert_rank, export_model, package_text, parameter_counts, push_to_hub
 from hf_rankattn.arguments import parse_arguments, refusals
-from hf_rankattn.processes import leave_processes, process_state
+from hf_rankattn.processes import check_processes, leave_processes, process_state
 from hf_rankattn.runs import begin_run, train
 from hf_rankattn.sharing import card_of
 from hf_rankattn.text_runs import (
@@ -61,11 +61,11 @@ def main() -> None:
     log(f"processes: {state.num_processes}, batch of all together: {arguments.batch_size}")
 
     with refusals():
+        check_processes(state.num_processes, arguments.expect_processes, "examples/convert_and_finetune.py ...")
         set_seed(arguments.seed)
         data = text_data(arguments, default="word-order")
         wide = classifier(arguments.model, data.labels, arguments)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        run = begin_run(arguments, script="convert_and_finetune")
         # whole paragraphs tell more than the pieces they are cut into
         whole = package_text()[:TRAIN_TEXTS] if data.name == "word-order" else data.train["text"][:]
         texts = whole[: arguments.calibration_texts]
@@ -80,6 +80,7 @@ def main() -> None:
             for start in range(0, len(texts), 8)
         ]
         model = convert_rank(wide, arguments.qk_rank, calibration=calibration or None)
+        run = begin_run(arguments, script="convert_and_finetune")
     if run.checkpoint:
         log(f"going on at step {run.step} of {arguments.steps}")
     live = parameter_counts(model).live

@@ -22,7 +22,7 @@ from hf_rankattn import export_model, parameter_counts, push_to_hub
 from hf_rankattn.arguments import parse_arguments, refusals
 from hf_rankattn.optimizers import point_optimizer, warmup_cosine
 from hf_rankattn.point_runs import PointArguments, fresh_rows, point_model, point_report, point_task
-from hf_rankattn.processes import leave_processes, on_cpu, process_state
+from hf_rankattn.processes import check_processes, leave_processes, on_cpu, process_state
 from hf_rankattn.runs import begin_run, complete_checkpoint, drop_checkpoints
 from hf_rankattn.sharing import card_of
 from hf_rankattn.tasks.loading import load_stream
@@ -37,6 +37,7 @@ def main() -> None:
     log(f"processes: {state.num_processes}, batch of all together: {arguments.batch_size}")
 
     with refusals():
+        check_processes(state.num_processes, arguments.expect_processes, "examples/run_points_no_trainer.py ...")
         builder = point_task(arguments)
         set_seed(arguments.seed)
         model = point_model(arguments, builder)

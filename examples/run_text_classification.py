@@ -26,7 +26,7 @@ from hf_rankattn import (
     push_to_hub,
 )
 from hf_rankattn.arguments import parse_arguments, refusals
-from hf_rankattn.processes import leave_processes, process_state
+from hf_rankattn.processes import check_processes, leave_processes, process_state
 from hf_rankattn.runs import begin_run, train
 from hf_rankattn.sharing import card_of
 from hf_rankattn.text_runs import (
@@ -88,6 +88,7 @@ def main() -> None:
     log(f"processes: {state.num_processes}, batch of all together: {arguments.batch_size}")
 
     with refusals():
+        check_processes(state.num_processes, arguments.expect_processes, "examples/run_text_classification.py ...")
         set_seed(arguments.seed)
         data = text_data(arguments, default="word-order" if arguments.model else "key-value")
         if arguments.model is None:

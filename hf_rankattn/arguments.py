@@ -14,7 +14,7 @@ import yaml
 from transformers import HfArgumentParser
 
 
-ConfigFile = (".yaml", ".yml")
+CONFIG_FILES = (".yaml", ".yml")
 # what may change between a run and its continuation: none of these changes a weight
 FREE = ("output_dir", "resume", "stop_at", "save_every", "expect_processes", "report_to", "push_to")
 
@@ -97,32 +97,35 @@ def parse_arguments(
     )
     parser.usage = f"{parser.prog} [config.yaml] [--name value ...]"
     known = {item.name: item for item in dataclasses.fields(kind) if item.init}
-    if argv and argv[0].endswith(ConfigFile):
+    if argv and argv[0].endswith(CONFIG_FILES):
         file = argv.pop(0)
         argv = [*file_arguments(file, parser, known), *argv]
-    namespace = None
     try:
-        *parsed, rest = parser.parse_args_into_dataclasses(
+        arguments, *_, rest = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False
         )
-        namespace = parsed[0]
     except ValueError as error:
         refuse(f"{parser.prog}: {error}")
     if rest:
         parser.error(f"unknown argument {rest[0]}{did_you_mean(rest[0].lstrip('-').split('=')[0], known)}")
-    return namespace
+    return arguments
 
 
 def file_arguments(file: str, parser: ScriptParser, known: dict[str, Any]) -> list[str]:
     """The lines of a YAML file as command-line arguments."""
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        values, tree = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         parser.error(f"{file} cannot be read: {' '.join(str(error).split())}.")
     if values is None:
         values = {}
     if not isinstance(values, dict):
         parser.error(f"{file} must hold lines `name: value`, got a {type(values).__name__}.")
+    # a mapping keeps the last of several, without a word
+    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"{file}: {twice[0]} stands there twice.")
     found: list[str] = []
     for name, value in values.items():
         if name not in known:

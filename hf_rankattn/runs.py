@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from .arguments import RunArguments
-from .processes import check_processes, on_cpu, process_state
+from .processes import on_cpu, process_state
 
 
 SETTINGS = "run.json"
@@ -49,7 +49,7 @@ class Run:
 
 
 def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
-    """Check processes, batch and folder, and find where to go on.
+    """Check batch and folder, and find where to go on. It comes last in setting up: it makes the folder.
 
     Args:
         arguments: Those of the script; two runs are the same run if their `settings()` are equal.
@@ -57,7 +57,6 @@ def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
     """
     state = process_state()
     processes = state.num_processes
-    check_processes(processes, arguments.expect_processes, "SCRIPT ...")
     if arguments.batch_size % processes:
         raise ValueError(
             f"--batch_size {arguments.batch_size} is the batch of all processes together and {processes} processes cannot "

@@ -165,25 +165,21 @@ def with_dropout(config: PreTrainedConfig, dropout: float) -> PreTrainedConfig:
 def classifier(name: str, labels: list[str], arguments: TextArguments) -> PreTrainedModel:
     """A checkpoint of BERT, ALBERT or XLNet, stock or with a rank of its own, as a rank model that classifies texts."""
     try:
-        config = AutoConfig.from_pretrained(
-            name,
-            num_labels=len(labels),
-            id2label=dict(enumerate(labels)),
-            label2id={v: k for k, v in enumerate(labels)},
-        )
+        model_type = AutoConfig.from_pretrained(name).model_type
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {name} cannot be loaded: {error}") from error
-    family = FAMILIES.get(config.model_type.removeprefix("rank_"))
+    family = FAMILIES.get(model_type.removeprefix("rank_"))
     if family is None:
-        raise ValueError(f"--model {name} is a {config.model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
-    if config.model_type in FAMILIES:
-        config = getattr(models, f"{family}Config")(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < arguments.max_length:
+        raise ValueError(f"--model {name} is a {model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
+    kind = getattr(models, f"{family}ForSequenceClassification")
+    config = kind.config_class.from_pretrained(
+        name, id2label=dict(enumerate(labels)), label2id={label: index for index, label in enumerate(labels)}
+    )
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    if 0 < longest < arguments.max_length:  # XLNet's is -1, as it has no positions to run out of
         raise ValueError(
             f"--max_length {arguments.max_length} is beyond --model {name}, which has {longest} positions."
         )
-    kind = getattr(models, f"{family}ForSequenceClassification")
     try:
         return kind.from_pretrained(name, config=with_dropout(config, arguments.dropout), use_safetensors=True)
     except OSError as error:

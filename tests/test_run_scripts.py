@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from testing_common import FAMILIES, FAMILY_IDS
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -284,6 +285,57 @@ def test_killed_it_goes_on_from_the_last_whole_checkpoint(script, folder):
     finished(folder, script, f"{script.name}.yaml", *size[:-2], *straight)
     with open(folder / f"{script.name}-straight" / "losses.csv") as file:
         assert rows == [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+
+def test_dropout_is_resumed_too_but_not_by_another_number_of_processes(folder):
+    script = SCRIPTS[3]
+    curves = []
+    for name, stops in (("dropout", ["5", "10"]), ("dropout-whole", ["10"])):
+        for stop in stops:
+            command = [f"{script.name}.yaml", "--output_dir", name, "--dropout", "0.3", "--resume", "--stop_at", stop]
+            finished(folder, script, *command)
+        curves.append(losses(folder / name))
+    assert torch.equal(*curves)
+    assert json.loads((folder / "dropout" / "run.json").read_text())["processes"] == 1
+    assert "processes" not in json.loads((folder / f"{script.name}-whole" / "run.json").read_text())
+
+
+def test_what_cannot_be_trained_leaves_no_folder(folder):
+    points, _, text, convert = SCRIPTS
+    for script, arguments, line in (
+        (points, ["--qk_rank", "0"], "qk_rank"),
+        (points, ["--task", "sorting"], "--task sorting is no task on points; these are: farthest_neighbor"),
+        (points, ["--task", "circle", "--task_config", "grid_n1000"], "uniform_n1000"),
+        (points, ["--budget", "16", "--num_attention_heads", "2"], "give one of them"),
+        (points, ["--budget", "17"], "does not spend the budget"),
+        (text, ["--dataset", "nowhere"], "--dataset nowhere cannot be loaded"),
+        (text, ["--label_column", "mark"], "it has text, label"),
+        (text, ["--model", "tiny"], "--qk_rank 3 is for a model from scratch"),
+        (convert, ["--model", "absent"], "--model absent cannot be loaded"),
+        (convert, ["--max_length", "17"], "which has 16 positions"),
+        (convert, ["--qk_rank", "0"], "qk_rank"),
+    ):
+        settings = script.settings if script is not points else {}
+        given = [f"--{name}={value}" for name, value in settings.items() if f"--{name}" not in arguments]
+        assert line in refused(folder, script, *given, *arguments, "--output_dir", "bad"), arguments
+        assert not (folder / "bad").exists(), arguments
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+@pytest.mark.parametrize("kind", ["stock", "rank"])
+def test_any_checkpoint_becomes_a_rank_classifier(family, kind, tmp_path):
+    from hf_rankattn.text_runs import TextArguments, classifier
+
+    config = family.rank_config(qk_rank=3, v_head_dim=5) if kind == "rank" else family.stock_config()
+    model = getattr(family, kind)("Model")(config)
+    model.save_pretrained(tmp_path)
+    found = classifier(str(tmp_path), ["no", "yes", "perhaps"], TextArguments(max_length=4))
+    assert type(found) is family.rank("ForSequenceClassification") and found.config.num_labels == 3
+    if kind == "rank":
+        assert found.config.head_geometry(0).qk_rank == 3
+    carried = found.base_model.state_dict()
+    assert all(torch.equal(value, carried[name]) for name, value in model.state_dict().items())
+    assert all(module.p == 0 for module in found.modules() if isinstance(module, torch.nn.Dropout))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
