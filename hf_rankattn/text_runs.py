@@ -146,8 +146,8 @@ def encode(rows: datasets.Dataset, tokenizer, max_length: int) -> datasets.Datas
 def rows_of_run(rows: datasets.Dataset, arguments: RunArguments) -> datasets.Dataset:
     """All rows of a run in the order of training: one shuffled pass after the other.
 
-    A sampler would shuffle as well, but what it yields after a resumption in the second pass, or to several processes at the end
-    of a pass, is not what one process would have seen.
+    With a sampler, the last batch of a pass is what is left, and several processes fill it up with rows of the first batch:
+    not the batch that one process sees. Here batches reach across the end of a pass and all have one size.
     """
     rng = np.random.default_rng(arguments.data_seed)
     wanted = arguments.steps * arguments.batch_size

@@ -219,6 +219,30 @@ def test_the_twins_are_one(whole):
     assert furthest(whole(SCRIPTS[0]), whole(SCRIPTS[1])) == (0, 0)
 
 
+@pytest.mark.parametrize("script", SCRIPTS[:2], ids=IDS[:2])
+@pytest.mark.parametrize(
+    "task, more, metric",
+    [
+        (
+            "farthest_neighbor",
+            ["--dim", "4", "--num_points", "3", "--qk_rank", "2", "--budget", "16"],
+            "neighbor_error",
+        ),
+        ("biased_nearest_neighbor", ["--dim", "4"], "neighbor_error"),
+        ("convex_hull", ["--hidden_size", "8"], "hull_vertex_f1"),
+        ("circle", ["--task_config", "uniform_n1000"], "neighbor_error"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_task_on_points(script, task, more, metric, folder):
+    output = folder / f"{script.name}-{task}"
+    size = "--steps 2 --batch_size 4 --log_every 1 --save_every 2 --intermediate_size 8 --num_eval_examples 6".split()
+    finished(folder, script, "--task", task, *more, *size, "--output_dir", output.name)
+    twin = folder / f"run_points-{task}"
+    assert metric in (results := json.loads((output / "results.json").read_text()))
+    assert not twin.exists() or results == json.loads((twin / "results.json").read_text())
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_fewer_processes_than_promised_is_refused(script, folder):
     command = [script, f"{script.name}.yaml", "--output_dir", "promised", "--expect_processes", "2"]
