@@ -1,121 +1,120 @@
-"""Cut the query-key rank of a BERT checkpoint, and go on training the narrow model with Trainer.
+"""Cut the query-key rank of a BERT, ALBERT or XLNet checkpoint, and go on training the narrow model with Trainer.
 
-    python examples/convert_and_finetune.py --model path/to/bert --qk_rank 8
-    python examples/convert_and_finetune.py --model path/to/bert --qk_rank 8 --steps 200 --output_dir runs/narrow
+    python examples/convert_and_finetune.py --model path/to/checkpoint --qk_rank 8 --output_dir runs/narrow
+    python examples/convert_and_finetune.py --model path/to/checkpoint --qk_rank 8 --dataset path/to/csv_files --output_dir runs/mine
+    python examples/convert_and_finetune.py config.yaml --qk_rank 4 --output_dir runs/narrower
+    python examples/convert_and_finetune.py config.yaml --resume
+    torchrun --nproc_per_node 2 examples/convert_and_finetune.py config.yaml --expect_processes 2
 
-Nothing is downloaded: the texts are the package's own, and the task is made of them. A row is half a paragraph, and its
-class says whether its words stand in their order or have been shuffled. The checkpoint is calibrated on texts of the
-training split, fine-tuned, and saved with its tokenizer and a card.
+Without `--dataset` nothing is downloaded: rows are pieces of the package's own texts, and their class says whether the words
+stand in their order or have been shuffled. The checkpoint is calibrated on texts of the training rows. Dropout is 0 by default, so
+that any number of processes gives the same losses. The folder holds checkpoints, `losses.csv`, `results.json`, and in `model/` the
+model with its tokenizer and card.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import numpy as np
-from datasets import Dataset
-from huggingface_hub import EvalResult
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    HfArgumentParser,
-    Trainer,
-    TrainingArguments,
-    set_seed,
+from transformers import AutoTokenizer, set_seed
+
+from hf_rankattn import convert_rank, export_model, package_text, parameter_counts, push_to_hub
+from hf_rankattn.arguments import parse_arguments, refusals
+from hf_rankattn.processes import check_processes, leave_processes, process_state
+from hf_rankattn.runs import begin_run, train
+from hf_rankattn.sharing import card_of
+from hf_rankattn.text_runs import (
+    TRAIN_TEXTS,
+    TextArguments,
+    base_name,
+    classifier,
+    majority,
+    text_data,
+    text_results,
+    text_trainer,
+    write_results,
 )
 
-from hf_rankattn import convert_rank, export_model, parameter_counts
-from hf_rankattn.sharing import card_of
-from hf_rankattn.texts import package_text
 
-
-@dataclass
-class Arguments:
+@dataclass(kw_only=True)
+class Arguments(TextArguments):
     model: str = field(
         metadata={"help": "folder or Hub name of a BERT, ALBERT or XLNet checkpoint with its tokenizer"}
     )
+    output_dir: str = field(
+        default="runs/converted", metadata={"help": "folder of the run: its checkpoints and its model"}
+    )
+    steps: int = field(default=60, metadata={"help": "training steps; the schedule spans all of them"})
+    save_every: int = field(default=20, metadata={"help": "steps between checkpoints; a multiple of log_every"})
     qk_rank: int = field(default=8, metadata={"help": "new query-key rank of each head"})
-    steps: int = field(default=60, metadata={"help": "training steps"})
-    seed: int = field(default=0, metadata={"help": "seed of shuffling, head and batches"})
-    output_dir: str = field(default="runs/converted", metadata={"help": "where the fine-tuned model is saved"})
-    overwrite: bool = field(default=False, metadata={"help": "whether the output folder may be replaced"})
+    calibration_texts: int = field(default=40, metadata={"help": "texts to calibrate on; 0: cut by the weights alone"})
 
-
-def shuffled_or_not(texts: list[str], seed: int, tokenizer) -> Dataset:
-    """Halves of the texts, each as it is (label 0) and with its words shuffled (label 1)."""
-    rng = np.random.default_rng(np.random.SeedSequence([seed, len(texts)]))
-    rows = []
-    for text in texts:
-        words = text.split()
-        for half in (words[: len(words) // 2], words[len(words) // 2 :]):
-            rows.append({"text": " ".join(half), "labels": 0})
-            rows.append({"text": " ".join(rng.permutation(half)), "labels": 1})
-    data = Dataset.from_list(rows)
-    return data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=128), remove_columns="text")
-
-
-def accuracy(prediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.calibration_texts < 0:
+            raise ValueError(f"--calibration_texts must not be negative, got {self.calibration_texts}.")
 
 
 def main() -> None:
-    parser = HfArgumentParser(Arguments)
-    (arguments,) = parser.parse_args_into_dataclasses()
-    if Path(arguments.output_dir).exists() and not arguments.overwrite:
-        parser.error(f"{arguments.output_dir} exists already: choose another --output_dir, or add --overwrite.")
-    set_seed(arguments.seed)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    stock = AutoModelForSequenceClassification.from_pretrained(arguments.model, num_labels=2, use_safetensors=True)
-    texts = package_text()
-    calibration = [
-        tokenizer(texts[start : start + 8], padding=True, truncation=True, max_length=128, return_tensors="pt")
-        for start in range(0, 40, 8)
-    ]
-    model = convert_rank(stock, arguments.qk_rank, calibration=calibration)
-    live = parameter_counts(model).live
-    print(f"qk_rank {arguments.qk_rank}: {live:,} parameters, {stock.num_parameters() - live:,} fewer than before")
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=f"{arguments.output_dir}-checkpoints",
-            max_steps=arguments.steps,
-            per_device_train_batch_size=16,
-            learning_rate=2e-4,
-            warmup_steps=5,
-            seed=arguments.seed,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=shuffled_or_not(texts[:60], arguments.seed, tokenizer),
-        eval_dataset=shuffled_or_not(texts[60:], arguments.seed + 1, tokenizer),
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=accuracy,
-    )
-    before = trainer.evaluate()["eval_accuracy"]
-    trainer.train()
-    after = trainer.evaluate()["eval_accuracy"]
-    print(f"accuracy on unseen paragraphs: {before:.3f} before fine-tuning, {after:.3f} after")
-    card = card_of(
-        model,
-        Path(arguments.output_dir).name,
-        base_model=Path(arguments.model).name if Path(arguments.model).exists() else arguments.model,
-        how=f"Converted to `qk_rank={arguments.qk_rank}` with calibration, then fine-tuned for {arguments.steps} steps by "
-        "`examples/convert_and_finetune.py`.",
-        results=[
-            EvalResult(
-                task_type="text-classification",
-                dataset_type="shuffled-or-not",
-                dataset_name="halves of 40 paragraphs, in order or shuffled",
-                dataset_split="validation",
-                metric_type="accuracy",
-                metric_value=round(after, 4),
+    arguments = parse_arguments(Arguments, __doc__)
+
+    state = process_state()
+    log = state.print
+    log(f"processes: {state.num_processes}, batch of all together: {arguments.batch_size}")
+
+    with refusals():
+        check_processes(state.num_processes, arguments.expect_processes, "examples/convert_and_finetune.py ...")
+        set_seed(arguments.seed)
+        data = text_data(arguments, default="word-order")
+        wide = classifier(arguments.model, data.labels, arguments)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        # whole paragraphs tell more than the pieces they are cut into
+        whole = package_text()[:TRAIN_TEXTS] if data.name == "word-order" else data.train["text"][:]
+        texts = whole[: arguments.calibration_texts]
+        calibration = [
+            tokenizer(
+                texts[start : start + 8],
+                padding=True,
+                truncation=True,
+                max_length=arguments.max_length,
+                return_tensors="pt",
             )
-        ],
-    )
-    folder = export_model(model, arguments.output_dir, tokenizer=tokenizer, card=card, overwrite=arguments.overwrite)
-    print(f"saved in {folder}")
+            for start in range(0, len(texts), 8)
+        ]
+        model = convert_rank(wide, arguments.qk_rank, calibration=calibration or None)
+        run = begin_run(arguments, script="convert_and_finetune")
+    if run.checkpoint:
+        log(f"going on at step {run.step} of {arguments.steps}")
+    live = parameter_counts(model).live
+    log(f"qk_rank {arguments.qk_rank}: {live:,} parameters, {wide.num_parameters() - live:,} fewer than before")
+
+    # Not `trainer.evaluate()` before training: Accelerate then takes the model for prepared, and processes would train it apart.
+    trainer = text_trainer(model, tokenizer, data, arguments, run, eval_on_start=run.checkpoint is None)
+    if not train(trainer, run):
+        log(f"stopped at step {trainer.state.global_step} of {arguments.steps}: go on with --resume")
+        leave_processes()
+        return
+
+    before = next(entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry)
+    metrics = {"accuracy": trainer.evaluate()["eval_accuracy"]}
+    write_results(run, metrics | {"accuracy_before": before})
+
+    if run.is_main:
+        card = card_of(
+            model,
+            arguments.push_to or run.folder.resolve().name,
+            base_model=base_name(arguments.model),
+            how=f"Converted to `qk_rank={arguments.qk_rank}`, calibrated on {len(texts)} texts, then fine-tuned on {data.name} by "
+            f"`examples/convert_and_finetune.py`: {arguments.steps} steps of {arguments.batch_size} texts, learning rate "
+            f"{arguments.learning_rate:g}, seed {arguments.seed}. The commonest class alone has an accuracy of {majority(data):.3f}.",
+            results=text_results(data, metrics),
+        )
+        folder = export_model(model, run.folder / "model", tokenizer=tokenizer, card=card, overwrite=True)
+        accuracy = f"{before:.4f} before fine-tuning, {metrics['accuracy']:.4f} after"
+        log(f"accuracy on held-out rows: {accuracy}; the commonest class alone: {majority(data):.4f}")
+        log(f"saved in {folder}")
+
+        if arguments.push_to:
+            log(push_to_hub(model, arguments.push_to, tokenizer=tokenizer, card=card))
+    leave_processes()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
 """Join the processes that torchrun started, and refuse to run with fewer than were promised."""
 
 import os
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 
 def join_processes(expected: int | None = None) -> bool:
@@ -10,16 +15,41 @@ def join_processes(expected: int | None = None) -> bool:
         expected: How many there should be. Some launchers run a single process in silence where several were asked for.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_processes(world, expected, "-m hf_rankattn ...")
+    return True if world == 1 else process_state().is_main_process
+
+
+def process_state() -> "PartialState":
+    """The group of processes as Accelerate sees it, made if need be.
+
+    Where there is no GPU, Accelerate joins processes only if it is told to use the CPU: `PartialState()` alone, and `Trainer`
+    without `use_cpu=True`, would let each of them run for itself in silence.
+    """
+    from accelerate import PartialState
+
+    state = PartialState(cpu=on_cpu())
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != started:
+        raise ValueError(f"{started} processes were started and {state.num_processes} found each other.")
+    return state
+
+
+def on_cpu() -> bool:
+    """Whether there is nothing but the CPU to train on."""
+    import torch
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # processes on Apple's GPUs cannot talk to each other
+    return device is None or (device.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1)
+
+
+def check_processes(world: int, expected: int | None, command: str) -> None:
+    """Raise a ValueError unless as many processes are running as were promised, if any number was."""
     if expected is not None and expected != world:
         raise ValueError(
             f"{expected} processes were promised and {world} are running: start with "
-            f"torchrun --nproc_per_node {expected} -m hf_rankattn ..."
+            f"torchrun --nproc_per_node {expected} {command}"
         )
-    if world == 1:
-        return True
-    from accelerate import PartialState
-
-    return PartialState().is_main_process
 
 
 def leave_processes() -> None:

@@ -80,19 +80,3 @@ def test_rank_separates_in_the_geometry_example(tmp_path):
         float(line.split("accuracy ")[1].split(",")[0]) for line in result.stdout.splitlines() if "accuracy " in line
     ]
     assert accuracy[0] < 0.85 and accuracy[1] > 0.98
-
-
-def test_convert_and_finetune(tmp_path, minilm):
-    """On MiniLM's tokenizer and a model that is small enough for a test."""
-    from transformers import AutoTokenizer, BertConfig, BertModel
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16}
-    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path / "tiny")
-    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "tiny")
-    script = str(EXAMPLES / "convert_and_finetune.py")
-    result = run(tmp_path, script, "--model", "tiny", "--qk_rank", "4", "--steps", "2", "--output_dir", "narrow")
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "fewer than before" in result.stdout and "before fine-tuning" in result.stdout
-    written = {path.name for path in (tmp_path / "narrow").iterdir()}
-    assert {"config.json", "model.safetensors", "README.md", "tokenizer.json"} <= written
-    assert "accuracy | " in (tmp_path / "narrow" / "README.md").read_text()

@@ -11,3 +11,4 @@ from .metrics import NeighborError as NeighborError
 from .metrics import SequenceAccuracy as SequenceAccuracy
 from .metrics import TokenAccuracy as TokenAccuracy
 from .metrics import trainer_metrics as trainer_metrics
+from .stream import start_at as start_at

@@ -133,3 +133,22 @@ class BatchStream(torch.utils.data.IterableDataset):
                 )
                 row = upto
             yield {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def start_at(stream: datasets.IterableDataset, row: int) -> datasets.IterableDataset:
+    """Let an endless stream go on at one of its rows, at once: nothing before it is drawn.
+
+    >>> from hf_rankattn import load_task
+    >>> stream = load_task("farthest_neighbor", "train", streaming=True, dim=4, num_points=3)
+    >>> further = start_at(load_task("farthest_neighbor", "train", streaming=True, dim=4, num_points=3), row=2)
+    >>> torch.equal(list(stream.take(3))[2]["points"], next(iter(further))["points"])
+    True
+    """
+    state = stream.state_dict()
+    if state["examples_iterable"].get("type") != FreshExamples.__name__:
+        raise ValueError(
+            "only an endless stream, as load_task(..., 'train', streaming=True) gives it, starts at any row."
+        )
+    state["examples_iterable"]["row"] = row
+    stream.load_state_dict(state)
+    return stream

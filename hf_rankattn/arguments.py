@@ -1,0 +1,176 @@
+"""Arguments of training scripts: one dataclass, from the command line, from a YAML file, or from both."""
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+import yaml
+from transformers import HfArgumentParser
+
+
+CONFIG_FILES = (".yaml", ".yml")
+# what may change between a run and its continuation: none of these changes a weight
+FREE = ("output_dir", "resume", "stop_at", "save_every", "expect_processes", "report_to", "push_to")
+
+
+@dataclass(kw_only=True)
+class RunArguments:
+    """What every training script takes. A script adds its own fields, and may change defaults."""
+
+    output_dir: str = field(default="runs/run", metadata={"help": "folder of the run: its checkpoints and its model"})
+    resume: bool = field(
+        default=False, metadata={"help": "go on from the last checkpoint in output_dir, or start if there is none"}
+    )
+    steps: int = field(default=1000, metadata={"help": "training steps; the schedule spans all of them"})
+    batch_size: int = field(default=256, metadata={"help": "rows of one step over ALL processes together"})
+    learning_rate: float = field(default=0.01, metadata={"help": "highest learning rate"})
+    warmup: float = field(default=0.05, metadata={"help": "share of the steps in which the rate rises"})
+    seed: int = field(default=0, metadata={"help": "seed of weights"})
+    data_seed: int | None = field(default=None, metadata={"help": "seed of data; by default that of the weights"})
+    log_every: int = field(default=10, metadata={"help": "steps over which a logged loss is averaged"})
+    save_every: int = field(default=500, metadata={"help": "steps between checkpoints; a multiple of log_every"})
+    stop_at: int | None = field(
+        default=None, metadata={"help": "save a checkpoint at this step and stop, as when time runs out"}
+    )
+    expect_processes: int | None = field(
+        default=None, metadata={"help": "refuse to start unless exactly so many processes came up"}
+    )
+    report_to: str = field(default="none", metadata={"help": "a tracker that Trainer or Accelerate knows"})
+    push_to: str | None = field(default=None, metadata={"help": "Hub repository to push the model to"})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "save_every", "stop_at", "expect_processes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}.")
+        for name in ("seed", "data_seed"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**32:
+                raise ValueError(f"--{name} must be at least 0 and below 2**32, got {value}.")
+        for name in ("save_every", "stop_at"):
+            value = getattr(self, name)
+            if value is not None and value % self.log_every:
+                raise ValueError(
+                    f"--{name} {value} would cut a mean of --log_every {self.log_every} losses in two: "
+                    f"make it a multiple of {self.log_every}."
+                )
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"--learning_rate must be a positive finite number, got {self.learning_rate}.")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"--warmup is a share of the steps, at least 0 and below 1; got {self.warmup}.")
+        if self.data_seed is None:
+            self.data_seed = self.seed
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that decide about the weights."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in FREE}
+
+
+Arguments = TypeVar("Arguments", bound=RunArguments)
+
+
+class ScriptParser(HfArgumentParser):
+    """HfArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} See {self.prog} --help.")
+
+
+def parse_arguments(
+    kind: type[Arguments], description: str | None = None, argv: Sequence[str] | None = None
+) -> Arguments:
+    """Fill a dataclass from `script.py --name value ...`, or from `script.py config.yaml --name value ...`.
+
+    A YAML file is read as if its lines stood on the command line before the rest: the same types and checks (`1e-3`, which
+    YAML takes for a text, is a number), and what follows on the command line wins. Bad input ends the process with code 2
+    and one line.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = ScriptParser(
+        [cast(Any, kind)], description=description, allow_abbrev=False, formatter_class=help_formatter()
+    )
+    parser.usage = f"{parser.prog} [config.yaml] [--name value ...]"
+    known = {item.name: item for item in dataclasses.fields(kind) if item.init}
+    if argv and argv[0].endswith(CONFIG_FILES):
+        file = argv.pop(0)
+        argv = [*file_arguments(file, parser, known), *argv]
+    try:
+        arguments, *_, rest = parser.parse_args_into_dataclasses(
+            argv, return_remaining_strings=True, look_for_args_file=False
+        )
+    except ValueError as error:
+        refuse(f"{parser.prog}: {error}")
+    if rest:
+        parser.error(f"unknown argument {rest[0]}{did_you_mean(rest[0].lstrip('-').split('=')[0], known)}")
+    return arguments
+
+
+def file_arguments(file: str, parser: ScriptParser, known: dict[str, Any]) -> list[str]:
+    """The lines of a YAML file as command-line arguments."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        values, tree = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        parser.error(f"{file} cannot be read: {' '.join(str(error).split())}.")
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        parser.error(f"{file} must hold lines `name: value`, got a {type(values).__name__}.")
+    # a mapping keeps the last of several, without a word
+    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"{file}: {twice[0]} stands there twice.")
+    found: list[str] = []
+    for name, value in values.items():
+        if name not in known:
+            parser.error(f"{file}: unknown key {name!r}{did_you_mean(str(name), known)}")
+        if value is None:
+            if type(None) not in getattr(known[name].type, "__args__", ()) and known[name].default is not None:
+                parser.error(f"{file}: {name} must have a value.")
+            parser.set_defaults(**{name: None})
+        elif isinstance(value, dict):
+            parser.error(f"{file}: {name} takes one value, got a mapping.")
+        elif isinstance(value, list):
+            found += [f"--{name}", *map(str, value)]
+        else:
+            found.append(f"--{name}={value}")
+    return found
+
+
+def did_you_mean(name: str, known: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}."
+
+
+def help_formatter():
+    """Docstrings keep their lines, so that commands can be copied, and options tell their defaults."""
+    from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+
+    class Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+        pass
+
+    return Formatter
+
+
+def refuse(message: str) -> NoReturn:
+    """End this process with code 2 and one line that says why."""
+    rank = os.environ.get("RANK", "0")
+    # all of several processes speak, as what is wrong may be wrong in one of them only
+    sys.stderr.write(("" if rank == "0" else f"[process {rank}] ") + " ".join(message.split()) + "\n")
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn the ValueErrors of setting up a run, which are about what the user gave, into refusals."""
+    try:
+        yield
+    except ValueError as error:
+        refuse(str(error))

@@ -1,0 +1,198 @@
+"""Training runs that can be stopped, killed and gone on with: a folder, its settings, and checkpoints that are whole."""
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from .arguments import RunArguments
+from .processes import on_cpu, process_state
+
+
+SETTINGS = "run.json"
+# written last, when all processes have written their part of a checkpoint
+COMPLETE = "complete"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that may begin: `checkpoint` is where it goes on, if anywhere, and `step` how many steps are done."""
+
+    folder: Path
+    processes: int
+    is_main: bool
+    share: int
+    checkpoint: Path | None
+    step: int
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the run, whole or not at all, by the first process."""
+        if self.is_main:
+            staging = self.folder / f".{name}"
+            staging.write_text(text, encoding="utf-8")
+            os.replace(staging, self.folder / name)
+
+    def write_history(self, history: Iterable[dict[str, Any]]) -> None:
+        """The loss curve as `losses.csv`; floats in full, so that two runs can be compared to the last bit."""
+        rows = [(row["step"], row["loss"], row["learning_rate"]) for row in history if "loss" in row]
+        if self.is_main:
+            with open(self.folder / ".losses.csv", "w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([("step", "loss", "learning_rate"), *rows])
+            os.replace(self.folder / ".losses.csv", self.folder / "losses.csv")
+
+
+def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
+    """Check batch and folder, and find where to go on. It comes last in setting up: it makes the folder.
+
+    Args:
+        arguments: Those of the script; two runs are the same run if their `settings()` are equal.
+        **more_settings: What else decides about the weights, such as a hash of the code that draws the data.
+    """
+    state = process_state()
+    processes = state.num_processes
+    if arguments.batch_size % processes:
+        raise ValueError(
+            f"--batch_size {arguments.batch_size} is the batch of all processes together and {processes} processes cannot "
+            f"share it evenly: make it a multiple of {processes}."
+        )
+    settings = json.loads(json.dumps(arguments.settings() | more_settings))
+    answer: list[Any] = [None, None]
+    # one process looks and makes the folder: another one could find it made already, and refuse
+    if state.is_main_process:
+        try:
+            answer[0] = open_folder(Path(arguments.output_dir), settings, arguments.resume)
+        except ValueError as error:
+            answer[1] = str(error)
+    checkpoint, message = broadcast_object_list(answer)
+    if message:
+        raise ValueError(message)
+    return Run(
+        folder=Path(arguments.output_dir),
+        processes=processes,
+        is_main=state.is_main_process,
+        share=arguments.batch_size // processes,
+        checkpoint=checkpoint,
+        step=step_of(checkpoint) if checkpoint else 0,
+    )
+
+
+def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | None:
+    """Make the folder of a new run, or find the last whole checkpoint of one that is there."""
+    try:
+        entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error}.") from error
+    if entries and not resume:
+        raise ValueError(
+            f"{folder} exists already: add --resume to go on with the run in it, or choose another --output_dir."
+        )
+    if entries and SETTINGS not in entries:
+        raise ValueError(f"{folder} holds no run to go on with (no {SETTINGS}): choose another --output_dir.")
+    if not entries:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            staging = folder / f".{SETTINGS}"
+            staging.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            os.replace(staging, folder / SETTINGS)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be made: {error}.") from error
+        return None
+    check_settings(folder, settings)
+    checkpoints = {path: (path / COMPLETE).is_file() for path in folder.glob("checkpoint-*")}
+    for path, complete in checkpoints.items():
+        if not complete:
+            shutil.rmtree(path)
+    return max((path for path, complete in checkpoints.items() if complete), key=step_of, default=None)
+
+
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise a ValueError that names what differs between a run and what was asked for."""
+    try:
+        there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / SETTINGS} cannot be read: {error}.") from error
+    names = dict.fromkeys([*there, *settings])
+    differ = [
+        f"{name} is {settings.get(name)!r} here and {there.get(name)!r} there"
+        for name in names
+        if settings.get(name) != there.get(name)
+    ]
+    if differ:
+        raise ValueError(
+            f"{folder} holds a run with other settings: {'; '.join(differ)}. Give the same to go on with it, or choose another "
+            "--output_dir."
+        )
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def complete_checkpoint(checkpoint: Path) -> None:
+    """Say that a checkpoint is whole, once every process has written its part."""
+    state = process_state()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        (checkpoint / COMPLETE).touch()
+
+
+def drop_checkpoints(run: Run, keep: int) -> None:
+    """Delete all but the last checkpoints of a run."""
+    if run.is_main:
+        for path in sorted(run.folder.glob("checkpoint-*"), key=step_of)[:-keep]:
+            shutil.rmtree(path)
+
+
+class RunCallback(TrainerCallback):
+    """Marks the checkpoints of `Trainer` as whole, and stops where the arguments say."""
+
+    def __init__(self, arguments: RunArguments):
+        self.stop_at = arguments.stop_at
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.stop_at:
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args, state, control, **kwargs):
+        complete_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def training_arguments(arguments: RunArguments, run: Run) -> dict[str, Any]:
+    """What the arguments of a run are called in `TrainingArguments`."""
+    return {
+        "output_dir": arguments.output_dir,
+        "max_steps": arguments.steps,
+        "per_device_train_batch_size": run.share,
+        "learning_rate": arguments.learning_rate,
+        "warmup_steps": int(round(arguments.warmup * arguments.steps, 6)),
+        "seed": arguments.seed,
+        "data_seed": arguments.data_seed,
+        "logging_steps": arguments.log_every,
+        "save_steps": arguments.save_every,
+        # two, as one may still be in the writing when a run is killed
+        "save_total_limit": 2,
+        "report_to": arguments.report_to,
+        "disable_tqdm": True,
+        "use_cpu": on_cpu(),
+        "dataloader_pin_memory": not on_cpu(),
+    }
+
+
+def train(trainer: Trainer, run: Run) -> bool:
+    """Train from the beginning or from the checkpoint of the run; returns whether all steps are done."""
+    if run.checkpoint is None or run.step < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
+    else:
+        # Trainer would train one step more
+        trainer.state = TrainerState.load_from_json(str(run.checkpoint / "trainer_state.json"))
+        model: Any = trainer.model
+        model.load_state_dict(type(model).from_pretrained(run.checkpoint, use_safetensors=True).state_dict())
+    run.write_history(trainer.state.log_history)
+    return trainer.state.global_step >= trainer.args.max_steps

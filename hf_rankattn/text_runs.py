@@ -1,0 +1,244 @@
+"""What the scripts that fine-tune text classifiers share: their arguments, their data, their Trainer, and their results."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+from huggingface_hub import EvalResult
+from transformers import (
+    AutoConfig,
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from . import models
+from .arguments import RunArguments
+from .processes import process_state
+from .runs import Run, RunCallback, training_arguments
+from .tasks.metrics import TokenAccuracy
+from .texts import package_text
+from .texts.key_value import VALUES, key_value_rows
+from .texts.word_order import LABELS, word_order_rows
+
+
+# paragraphs of the package's own text that are trained on; the others are held out
+TRAIN_TEXTS = 60
+FAMILIES = {"bert": "RankBert", "albert": "RankAlbert", "xlnet": "RankXLNet"}
+DROPOUT = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "dropout",
+    "summary_last_dropout",
+)
+
+
+@dataclass(kw_only=True)
+class TextArguments(RunArguments):
+    output_dir: str = field(default="runs/text", metadata={"help": "folder of the run: its checkpoints and its model"})
+    steps: int = field(default=300, metadata={"help": "training steps; the schedule spans all of them"})
+    batch_size: int = field(default=32, metadata={"help": "rows of one step over ALL processes together"})
+    learning_rate: float = field(default=2e-4, metadata={"help": "highest learning rate"})
+    save_every: int = field(default=100, metadata={"help": "steps between checkpoints; a multiple of log_every"})
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "folder or Hub name of a data set, or word-order or key-value, which are made here"},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "config of that data set"})
+    text_column: str = field(default="text", metadata={"help": "column of the texts"})
+    label_column: str = field(default="label", metadata={"help": "column of the classes"})
+    max_length: int = field(default=128, metadata={"help": "tokens of a text at most"})
+    dropout: float = field(
+        default=0.0, metadata={"help": "dropout in training; above 0, another number of processes gives other losses"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length < 3:
+            raise ValueError(f"--max_length must be at least 3, or no word fits; got {self.max_length}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout must be at least 0 and below 1, got {self.dropout}.")
+
+    def settings(self) -> dict[str, Any]:
+        # each process draws dropout of its own
+        processes = {"processes": process_state().num_processes} if self.dropout else {}
+        return super().settings() | processes
+
+
+class TextData(NamedTuple):
+    name: str
+    train: datasets.Dataset
+    test: datasets.Dataset
+    labels: list[str]
+
+
+def text_data(arguments: TextArguments, default: str) -> TextData:
+    """Columns `text` and `label`, in rows to train on and rows that are held out."""
+    name, seed = arguments.dataset or default, int(arguments.data_seed or 0)
+    if name == "word-order":
+        texts = package_text()
+        parts = [word_order_rows(part, seed) for part in (texts[:TRAIN_TEXTS], texts[TRAIN_TEXTS:])]
+        return TextData(name, *rows_of(parts), list(LABELS))
+    if name == "key-value":
+        parts = [key_value_rows(20_000, seed), key_value_rows(2_000, seed, "test")]
+        return TextData(name, *rows_of(parts), [f"is{value}" for value in range(VALUES)])
+    # the first process fills the caches that the others read
+    with process_state().main_process_first():
+        return stored_data(name, arguments)
+
+
+def rows_of(parts: list[list[dict[str, str | int]]]) -> tuple[datasets.Dataset, datasets.Dataset]:
+    train, test = parts
+    return datasets.Dataset.from_list(train), datasets.Dataset.from_list(test)
+
+
+def stored_data(name: str, arguments: TextArguments) -> TextData:
+    try:
+        splits = datasets.load_dataset(name, arguments.dataset_config)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"--dataset {name} cannot be loaded: {error}") from error
+    held_out = next((split for split in ("test", "validation") if split in splits), None)
+    if "train" not in splits:
+        raise ValueError(f"--dataset {name} has no train split; it has {', '.join(splits)}.")
+    if held_out is None:
+        splits, held_out = splits["train"].train_test_split(test_size=0.2, seed=arguments.data_seed), "test"
+    columns = splits["train"].column_names
+    for flag in ("text_column", "label_column"):
+        if getattr(arguments, flag) not in columns:
+            raise ValueError(
+                f"--{flag} {getattr(arguments, flag)} is no column of {name}; it has {', '.join(columns)}."
+            )
+    feature = splits["train"].features[arguments.label_column]
+    parts = [splits[split] for split in ("train", held_out)]
+    values = sorted({value for part in parts for value in part[arguments.label_column]}, key=str)
+    if isinstance(feature, datasets.ClassLabel):
+        names, number = list(feature.names), {index: index for index in range(len(feature.names))}
+    else:
+        names, number = list(map(str, values)), {value: index for index, value in enumerate(values)}
+    if not set(values) <= set(number) or isinstance(values[0], float) or len(names) < 2:
+        raise ValueError(
+            f"--label_column {arguments.label_column} must hold two or more classes and no gaps, got {values[:5]}."
+        )
+    train, test = (
+        datasets.Dataset.from_dict(
+            {
+                "text": part[arguments.text_column][:],
+                "label": [number[value] for value in part[arguments.label_column]],
+            }
+        )
+        for part in parts
+    )
+    return TextData(name, train, test, names)
+
+
+def encode(rows: datasets.Dataset, tokenizer, max_length: int) -> datasets.Dataset:
+    encoded = tokenizer(rows["text"][:], truncation=True, max_length=max_length)
+    return datasets.Dataset.from_dict({**encoded, "labels": rows["label"][:]})
+
+
+def rows_of_run(rows: datasets.Dataset, arguments: RunArguments) -> datasets.Dataset:
+    """All rows of a run in the order of training: one shuffled pass after the other.
+
+    With a sampler, the last batch of a pass is what is left, and several processes fill it up with rows of the first batch:
+    not the batch that one process sees. Here batches reach across the end of a pass and all have one size.
+    """
+    rng = np.random.default_rng(arguments.data_seed)
+    wanted = arguments.steps * arguments.batch_size
+    passes = [rng.permutation(len(rows)) for _ in range(-(-wanted // len(rows)))]
+    return rows.select(np.concatenate(passes)[:wanted])
+
+
+def with_dropout(config: PreTrainedConfig, dropout: float) -> PreTrainedConfig:
+    for name in DROPOUT:
+        if getattr(config, name, None) is not None:
+            setattr(config, name, dropout)
+    return config
+
+
+def classifier(name: str, labels: list[str], arguments: TextArguments) -> PreTrainedModel:
+    """A checkpoint of BERT, ALBERT or XLNet, stock or with a rank of its own, as a rank model that classifies texts."""
+    try:
+        model_type = AutoConfig.from_pretrained(name).model_type
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {name} cannot be loaded: {error}") from error
+    family = FAMILIES.get(model_type.removeprefix("rank_"))
+    if family is None:
+        raise ValueError(f"--model {name} is a {model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
+    kind = getattr(models, f"{family}ForSequenceClassification")
+    config = kind.config_class.from_pretrained(
+        name, id2label=dict(enumerate(labels)), label2id={label: index for index, label in enumerate(labels)}
+    )
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    if 0 < longest < arguments.max_length:  # XLNet's is -1, as it has no positions to run out of
+        raise ValueError(
+            f"--max_length {arguments.max_length} is beyond --model {name}, which has {longest} positions."
+        )
+    try:
+        return kind.from_pretrained(name, config=with_dropout(config, arguments.dropout), use_safetensors=True)
+    except OSError as error:
+        raise ValueError(f"--model {name} cannot be loaded: {error}") from error
+
+
+def accuracy(prediction) -> dict[str, float]:
+    chosen, true = prediction.predictions.argmax(-1)[:, None], prediction.label_ids[:, None]
+    return {"accuracy": TokenAccuracy.measure(chosen, true)["token_accuracy"]}
+
+
+def text_trainer(
+    model: PreTrainedModel, tokenizer, data: TextData, arguments: TextArguments, run: Run, eval_on_start: bool = False
+) -> Trainer:
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            **training_arguments(arguments, run),
+            per_device_eval_batch_size=64,
+            eval_on_start=eval_on_start,
+            lr_scheduler_type="linear",
+            # one pass over rows that stand in the order of training
+            train_sampling_strategy="sequential",
+            # The loss of these models is a mean over texts. Trainer takes any model with further keyword arguments for one
+            # that divides by the batch of all processes, and would multiply the loss by their number.
+            average_tokens_across_devices=False,
+        ),
+        train_dataset=rows_of_run(encode(data.train, tokenizer, arguments.max_length), arguments),
+        eval_dataset=encode(data.test, tokenizer, arguments.max_length),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=accuracy,
+        callbacks=[RunCallback(arguments)],
+    )
+
+
+def text_results(data: TextData, metrics: dict[str, float]) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type="text-classification",
+            dataset_type=data.name.rsplit("/", 1)[-1],
+            dataset_name=f"{data.name}, {len(data.test)} held-out rows",
+            dataset_split="test",
+            metric_type=name,
+            metric_value=round(value, 6),
+        )
+        for name, value in metrics.items()
+    ]
+
+
+def base_name(model: str | None) -> str | None:
+    """What a card calls the checkpoint that a model was made from: nobody else has the folders of this machine."""
+    return Path(model).resolve().name if model and Path(model).exists() else model
+
+
+def majority(data: TextData) -> float:
+    """Accuracy of answering with the commonest class of the train rows."""
+    train, test = (np.bincount(part["label"][:], minlength=len(data.labels)) for part in (data.train, data.test))
+    return float(test[train.argmax()] / test.sum())
+
+
+def write_results(run: Run, metrics: dict[str, float]) -> None:
+    run.write("results.json", json.dumps(metrics, indent=2) + "\n")

@@ -1,0 +1,72 @@
+"""A small task made of any text: do these words stand in their order, or have they been shuffled?"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LABELS = ("in order", "shuffled")
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def word_order_rows(texts: Sequence[str], seed: int, words: int = 16) -> list[dict[str, str | int]]:
+    """Pieces of `words` words, each as it is (label 0) and with its words shuffled (label 1).
+
+    A row depends on its text and on the seed, not on the other texts. Pieces below half that length are left out.
+
+    >>> for row in word_order_rows(["rank is what a head has of its own"], seed=0, words=5):
+    ...     print(row)
+    {'text': 'rank is what a head', 'label': 0}
+    {'text': 'is a what head rank', 'label': 1}
+    {'text': 'has of its own', 'label': 0}
+    {'text': 'of own has its', 'label': 1}
+    """
+    if words < 2:
+        raise ValueError(f"`words` must be at least 2, or there is no order; got {words}.")
+    rows: list[dict[str, str | int]] = []
+    for text in texts:
+        digest = hashlib.sha256(json.dumps([seed, words, text]).encode()).digest()
+        rng = np.random.default_rng(np.frombuffer(digest, dtype=np.uint32))
+        tokens = text.split()
+        for start in range(0, len(tokens), words):
+            piece = tokens[start : start + words]
+            if 2 * len(piece) < words or len(set(piece)) < 2:
+                continue
+            shuffled = piece
+            while shuffled == piece:
+                shuffled = [piece[index] for index in rng.permutation(len(piece))]
+            rows += [{"text": " ".join(piece), "label": 0}, {"text": " ".join(shuffled), "label": 1}]
+    return rows
+
+
+def word_tokenizer(texts: Sequence[str], vocab_size: int = 4096) -> "PreTrainedTokenizerFast":
+    """A tokenizer with the commonest words and marks of these texts, in lower case, as tokens.
+
+    No training is involved, so that every process makes the same one.
+
+    >>> tokenizer = word_tokenizer(["Rank is a resource.", "Depth loses rank."])
+    >>> tokenizer.convert_ids_to_tokens(tokenizer("Rank is lost.")["input_ids"])
+    ['[CLS]', 'rank', 'is', '[UNK]', '.', '[SEP]']
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    counts = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+    commonest = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - len(SPECIAL)]
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate([*SPECIAL, *commonest])}, unk_token="[UNK]")
+    )
+    backend.normalizer, backend.pre_tokenizer = normalizer, splitter
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(zip(names, SPECIAL, strict=True)))
