@@ -73,22 +73,28 @@ def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
     checkpoint, message = broadcast_object_list(answer)
     if message:
         raise ValueError(message)
+    step = step_of(checkpoint) if checkpoint else 0
+    if arguments.stop_at is not None and arguments.stop_at <= step < arguments.steps:
+        raise ValueError(
+            f"--stop_at {arguments.stop_at} lies behind: {arguments.output_dir} is at step {step} already."
+        )
     return Run(
         folder=Path(arguments.output_dir),
         processes=processes,
         is_main=state.is_main_process,
         share=arguments.batch_size // processes,
         checkpoint=checkpoint,
-        step=step_of(checkpoint) if checkpoint else 0,
+        step=step,
     )
 
 
 def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | None:
     """Make the folder of a new run, or find the last whole checkpoint of one that is there."""
     try:
-        entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        entries = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}.") from error
+    entries.discard(f".{SETTINGS}")  # of a run that was killed as it began
     if entries and not resume:
         raise ValueError(
             f"{folder} exists already: add --resume to go on with the run in it, or choose another --output_dir."

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from testing_common import FAMILIES, FAMILY_IDS
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+WORKER = str(Path(__file__).parent / "worker_scripts.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 # ten steps, of which the third pass over small data, a warm-up and checkpoints before and after the middle are part
 COMMON = {"steps": 10, "batch_size": 16, "log_every": 1, "save_every": 4, "learning_rate": 5e-3, "warmup": 0.2}
@@ -92,10 +94,10 @@ def refused(folder: Path, script: Script, *arguments: str) -> str:
     return line
 
 
-def launched(folder: Path, *command: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def launched(folder: Path, *command: str, environment: dict | None = None) -> subprocess.CompletedProcess:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=folder, timeout=280, env=environment
+        [sys.executable, *command], capture_output=True, text=True, cwd=folder, timeout=280, env=variables
     )
 
 
@@ -179,6 +181,7 @@ def test_stopped_and_resumed_it_is_the_same_run(script, folder, whole):
     command = [script, f"{script.name}.yaml", "--output_dir", output.name]
     assert "stopped at step 5 of 10" in finished(folder, *command, "--stop_at", "5")
     assert not (output / "model").exists()
+    assert "--stop_at 5 lies behind" in refused(folder, *command, "--stop_at", "5", "--resume")
     assert "going on at step 5 of 10" in finished(folder, *command, "--resume")
     assert furthest(output, whole(script)) == (0, 0)
     assert json.loads((output / "results.json").read_text()) == json.loads(
@@ -188,21 +191,24 @@ def test_stopped_and_resumed_it_is_the_same_run(script, folder, whole):
 
 @pytest.fixture(scope="module")
 def two(folder) -> str:
-    """All scripts by two processes, each stopped in the middle and resumed; what was said."""
+    """The text scripts by two processes, stopped in the middle and resumed; on points two take over from one."""
     runs = []
     for script in SCRIPTS:
-        command = [script.path, f"{script.name}.yaml", "--output_dir", f"{script.name}-two", "--expect_processes", "2"]
-        runs += [[*command, "--stop_at", "5"], [*command, "--resume"]]
+        command = [f"{script.name}.yaml", "--output_dir", f"{script.name}-two"]
+        if "points" in script.name:
+            finished(folder, script, *command, "--stop_at", "5")
+        else:
+            runs.append([script.path, *command, "--stop_at", "5"])
+        runs.append([script.path, *command, "--expect_processes", "2", "--resume"])
     runs.append([SCRIPTS[0].path, f"{SCRIPTS[0].name}.yaml", "--output_dir", "odd", "--batch_size", "15"])
-    worker = str(Path(__file__).parent / "worker_scripts.py")
-    result = launched(folder, *TORCHRUN, worker, json.dumps(runs))
+    result = launched(folder, *TORCHRUN, WORKER, json.dumps(runs))
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     return result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_two_processes_are_one_run(script, folder, whole, two):
-    assert two.count("processes: 2") == 2 * len(SCRIPTS) + 1, "each run says so once"
+    assert two.count("processes: 2") == 7 and two.count("going on at step 5 of 10") == 4, "each run says so once"
     output = folder / f"{script.name}-two"
     loss, weight = furthest(output, whole(script))
     assert loss <= 1e-5 and weight <= 1e-5, (loss, weight)
@@ -213,6 +219,27 @@ def test_two_processes_are_one_run(script, folder, whole, two):
 def test_a_batch_that_processes_cannot_share_is_refused(folder, two):
     assert "2 processes cannot share it evenly" in two and two.count("exit code 2") == 2
     assert not (folder / "odd").exists()
+
+
+def test_finished_runs_are_pushed_with_their_cards(folder, whole):
+    """Resuming a finished run trains nothing and evaluates, saves and pushes what is there."""
+    before = {script.name: (whole(script) / "model" / "model.safetensors").read_bytes() for script in SCRIPTS}
+    with HubStandIn() as hub:
+        runs = [
+            [script.path, f"{script.name}.yaml", "--output_dir", whole(script).name, "--resume"]
+            + ["--push_to", f"user/{script.name}"]
+            for script in SCRIPTS
+        ]
+        online = {**hub.env(), "HF_HUB_OFFLINE": "0"}
+        result = launched(folder, WORKER, json.dumps(runs), environment=online)
+        assert result.returncode == 0 and "exit code" not in result.stdout, (result.stdout + result.stderr)[-3000:]
+        for script in SCRIPTS:
+            files = hub.files(f"user/{script.name}")
+            assert files["model.safetensors"] == before[script.name]
+            card = ModelCard(files["README.md"].decode())
+            assert {found.metric_type for found in card.data.eval_results} == set(script.metrics)
+            assert f'from_pretrained("user/{script.name}"' in card.text
+            losses(whole(script))
 
 
 def test_the_twins_are_one(whole):

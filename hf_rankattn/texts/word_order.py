@@ -24,9 +24,9 @@ def word_order_rows(texts: Sequence[str], seed: int, words: int = 16) -> list[di
     >>> for row in word_order_rows(["rank is what a head has of its own"], seed=0, words=5):
     ...     print(row)
     {'text': 'rank is what a head', 'label': 0}
-    {'text': 'is a what head rank', 'label': 1}
+    {'text': 'a is head what rank', 'label': 1}
     {'text': 'has of its own', 'label': 0}
-    {'text': 'of own has its', 'label': 1}
+    {'text': 'own of has its', 'label': 1}
     """
     if words < 2:
         raise ValueError(f"`words` must be at least 2, or there is no order; got {words}.")
