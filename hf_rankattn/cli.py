@@ -242,7 +242,7 @@ def convert(
     stream: bool = typer.Option(False, "--stream", help="Weights only, shard by shard, in bounded memory."),
     base_model: str = typer.Option(None, "--base-model", help="What the card names as base model."),
     curve: bool = typer.Option(False, "--curve", help="Draw quality against rank; no model is written."),
-    seed: int = typer.Option(0, "--seed", help="Seed of new dimensions."),
+    seed: int = typer.Option(0, "--seed", help="Seed of new dimensions and of distillation."),
     as_json: bool = Json,
 ) -> None:
     """Give a checkpoint another query-key rank, with the least damage to its logits."""

@@ -235,7 +235,7 @@ def story(layers: list[LayerReport], calibration, texts: int, objective: str, di
         lines.append(f"Least squared error of {what} on {texts} texts of {origin}, layer by layer.")
     if distil_steps:
         lines.append(
-            f"Then {distil_steps} steps of distillation towards the hidden states of the original on the same texts."
+            f"Then {distil_steps} steps of distillation towards the hidden states of the original, on these texts and variations."
         )
     return " ".join(lines)
 
