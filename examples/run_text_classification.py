@@ -25,11 +25,12 @@ from hf_rankattn import (
     parameter_counts,
     push_to_hub,
 )
-from hf_rankattn.arguments import parse_arguments, refusals
 from hf_rankattn.processes import check_processes, leave_processes, process_state
-from hf_rankattn.runs import begin_run, train
 from hf_rankattn.sharing import card_of
-from hf_rankattn.text_runs import (
+from hf_rankattn.texts.word_order import word_tokenizer
+from hf_rankattn.training.arguments import parse_arguments, refusals
+from hf_rankattn.training.runs import begin_run, train
+from hf_rankattn.training.texts import (
     TextArguments,
     base_name,
     classifier,
@@ -39,7 +40,6 @@ from hf_rankattn.text_runs import (
     text_trainer,
     write_results,
 )
-from hf_rankattn.texts.word_order import word_tokenizer
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
-from hf_rankattn.arguments import RunArguments, parse_arguments
-from hf_rankattn.optimizers import point_optimizer, warmup_cosine
+from hf_rankattn.training.arguments import RunArguments, parse_arguments
+from hf_rankattn.training.optimizers import point_optimizer, warmup_cosine
 
 
 @dataclass(kw_only=True)

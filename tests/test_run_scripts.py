@@ -375,7 +375,7 @@ def test_what_cannot_be_trained_leaves_no_folder(folder):
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
 @pytest.mark.parametrize("kind", ["stock", "rank"])
 def test_any_checkpoint_becomes_a_rank_classifier(family, kind, tmp_path):
-    from hf_rankattn.text_runs import TextArguments, classifier
+    from hf_rankattn.training.texts import TextArguments, classifier
 
     config = family.rank_config(qk_rank=3, v_head_dim=5) if kind == "rank" else family.stock_config()
     model = getattr(family, kind)("Model")(config)

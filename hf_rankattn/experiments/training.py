@@ -17,11 +17,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..models import RankEncoderConfig, RankEncoderForPointRegression, parameter_counts
-from ..optimizers import point_optimizer, warmup_cosine
 from ..tasks.baselines import task_baselines
 from ..tasks.building import TaskBuilder
 from ..tasks.loading import task_builder
 from ..tasks.stream import BatchStream
+from ..training.optimizers import point_optimizer, warmup_cosine
 
 
 EPOCH = 100  # steps; the published runs count and report by these

@@ -12,8 +12,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainerState
 
+from ..processes import on_cpu, process_state
 from .arguments import RunArguments
-from .processes import on_cpu, process_state
 
 
 SETTINGS = "run.json"

@@ -6,17 +6,17 @@ from typing import Any
 import datasets
 from huggingface_hub import EvalResult
 
-from .arguments import RunArguments
-from .models import (
+from ..models import (
     RankEncoderConfig,
     RankEncoderForPointRegression,
     RankEncoderForTokenClassification,
     equal_budget_grid,
 )
-from .tasks.baselines import task_baselines
-from .tasks.building import TaskBuilder
-from .tasks.loading import load_stream, task_builder
-from .tasks.stream import start_at
+from ..tasks.baselines import task_baselines
+from ..tasks.building import TaskBuilder
+from ..tasks.loading import load_stream, task_builder
+from ..tasks.stream import start_at
+from .arguments import RunArguments
 
 
 POINT_TASKS = ("farthest_neighbor", "nearest_neighbor", "biased_nearest_neighbor", "convex_hull", "circle")

@@ -17,14 +17,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from . import models
+from .. import models
+from ..processes import process_state
+from ..tasks.metrics import TokenAccuracy
+from ..texts import package_text
+from ..texts.key_value import VALUES, key_value_rows
+from ..texts.word_order import LABELS, word_order_rows
 from .arguments import RunArguments
-from .processes import process_state
 from .runs import Run, RunCallback, training_arguments
-from .tasks.metrics import TokenAccuracy
-from .texts import package_text
-from .texts.key_value import VALUES, key_value_rows
-from .texts.word_order import LABELS, word_order_rows
 
 
 # paragraphs of the package's own text that are trained on; the others are held out
