@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training": {"dim": 8, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
     "laptop": {
-        "points": [4, 8, 16, 32], "ranks": [16, 8, 1], "multiple": 4, "forms": list(FORMS), "seeds": 2,
+        "points": [4, 8, 16, 32], "ranks": [16, 8, 1], "multiple": 1, "forms": list(FORMS), "seeds": 2,
         "training": {"dim": 16, "intermediate": 128, "steps": 1000, "batch_size": 64, "held_out_rows": 1024},
     },
     "paper": {

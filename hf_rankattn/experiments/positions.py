@@ -19,8 +19,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
     "laptop": {
-        "layers": [1, 3], "ranks": [16, 8, 1], "multiple": 4, "forms": ["original"], "seeds": 2,
-        "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 1000, "batch_size": 128},
+        "layers": [1, 3], "ranks": [16, 8, 1], "multiple": 2, "forms": ["original"], "seeds": 2,
+        "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 800, "batch_size": 128},
     },
     "paper": {
         "layers": [1, 3], "ranks": [64, 32, 16, 8, 4, 2, 1], "multiple": 8, "forms": list(FORMS), "seeds": 5,

@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
     "laptop": {
-        "panels": [(1, ["d^2", "d^2.5", "d^3"]), (3, ["d^2", "d^2.5"])], "budgets": {"d^2": 1, "d^2.5": 4, "d^3": 16},
+        "panels": [(1, ["d^2", "d^2.5"]), (3, ["d^2"])], "budgets": {"d^2": 1, "d^2.5": 4},
         "ranks": [16, 8, 4, 1], "forms": list(FORMS), "seeds": 2,
         "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 1000, "batch_size": 128},
     },

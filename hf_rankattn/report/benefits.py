@@ -23,6 +23,8 @@ STYLES = (
     ("D", ":", "#117a65"),
     ("v", "-", "#6c3483"),
 )
+# read off the published plot of u
+EXPANSION_PEAKS = {4: 1.35e8, 6: 6.47e12, 8: 6.03e16}
 FORM_TITLES = {"original": "original form", "qk_norm": "qk_norm: unit queries and keys, learned temperature"}
 
 
@@ -221,23 +223,35 @@ def training_speed_figure(table: pd.DataFrame, published: dict[str, float]) -> "
 
 
 def expansion_figure(table: pd.DataFrame) -> "Figure":
+    """A panel for each dimension: the size of u by angle, right and as published, and the published peak."""
     curves = table[table.what == "curve"]
-    figure, axes = new_figure(1, 2, 10.0, 4.4, sharey=True)
-    for axis, column, title in zip(
-        axes[0], ("weight", "published_formula"), ("corrected", "with the published formula"), strict=True
-    ):
-        for (d, rows), (_, line, colour) in zip(curves.groupby("dim"), STYLES, strict=False):
-            axis.plot(np.degrees(np.arccos(rows.cosine)), rows[column], line, color=colour, label=f"d = {d}")
-            peak = rows[column].abs().max()
-            axis.annotate(
-                f"{peak:.1e}", (0, peak), fontsize=7, color=colour, xytext=(6, 0), textcoords="offset points"
+    dims = sorted(curves["dim"].unique())
+    figure, axes = new_figure(1, len(dims), 3.8 * len(dims) + 1, 4.2, sharey=True)
+    for axis, d in zip(axes[0], dims, strict=True):
+        rows = curves[curves["dim"] == d]
+        angle = np.degrees(np.arccos(rows.cosine.clip(-1, 1)))
+        for column, name, line, colour in (
+            ("published_formula", "published formula", "--", "#922b21"),
+            ("weight", "corrected", "-", "#1b4f72"),
+        ):
+            size = rows[column].abs()
+            axis.plot(angle, size, line, color=colour, linewidth=0.9, label=f"{name}: peak {size.max():.2g}")
+        if d in EXPANSION_PEAKS:
+            axis.plot(
+                [0],
+                [EXPANSION_PEAKS[d]],
+                "s",
+                color="#922b21",
+                markerfacecolor="white",
+                label="peak of the published figure",
             )
-        axis.set_yscale("symlog", linthresh=1)
+        axis.set_yscale("log")
         axis.set_xlabel("angle between query and key (degrees)")
-        axis.set_title(title, fontsize=10)
+        axis.set_title(f"d = {d}", fontsize=10)
         axis.grid(True, color="0.92")
-    axes[0, 0].set_ylabel("u(q.k), degrees below 50 (symmetric log)")
-    axes[0, 1].legend(fontsize=8, loc="upper right")
+        axis.legend(fontsize=7, loc="lower center")
+    axes[0, 0].set_ylim(1, 1e18)
+    axes[0, 0].set_ylabel("|u(q.k)|, degrees below 50; its sign alternates")
     figure.suptitle("Weights by which random rank-one heads add up to the nearest of two points", fontsize=12)
     return figure
 
