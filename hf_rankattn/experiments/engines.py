@@ -216,7 +216,7 @@ def submit_jobs(
             raise ValueError(
                 f"Slurm did not take {len(parts)} jobs of {chosen['minutes']} minutes in the "
                 f"{'partition ' + str(chosen['partition']) if chosen['partition'] else 'default partition'}: "
-                f"{' '.join(str(error).split())}. Mend the options of the engine; a larger cells_per_job makes fewer jobs."
+                f"{' '.join(str(error).split())}. Mend the engine's options, or SBATCH_ variables; a larger cells_per_job makes fewer jobs."
             ) from None
     return list(zip(jobs, parts, strict=True))
 
