@@ -80,8 +80,12 @@ def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report
     waiting = sorted(cells, key=lambda cell: -cell.cost)
     if workers == 0:
         for cell in waiting:
-            run(cell)
-            report(cell, None)
+            try:
+                run(cell)
+            except Exception as error:
+                report(cell, error)
+            else:
+                report(cell, None)
         return
     workers = min(workers or cores(), len(waiting))
     context = get_context("spawn")  # a forked process would share the threads of torch, and hang
