@@ -88,6 +88,11 @@ EXPERIMENTS = {
     "positions": "positions",
     "context-length": "context_length",
     "depth": "depth",
+    "residuals": "residuals",
+    "path-counts": "path_counts",
+    "attention-products": "attention_products",
+    "path-effectiveness": "path_effectiveness",
+    "circle": "circle",
 }
 
 
