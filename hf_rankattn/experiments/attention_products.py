@@ -35,8 +35,9 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
     if options.get("checkpoint"):
         sources.append({"weights": "checkpoint", **checkpoint_parameters(options), "seed": 0})
     return [
-        Cell({**setting, **axis["source"], "order": axis["way"][0], "center": axis["way"][1]}, cost=20.0)
-        for axis in ({"source": source, "way": way} for source in sources for way in ways)
+        Cell({**setting, **source, "order": order, "center": center}, cost=20.0)
+        for source in sources
+        for order, center in ways
     ]
 
 

@@ -72,7 +72,7 @@ def layer_of(variant: str, as_published: bool) -> dict[str, bool]:
     return {**VARIANTS[variant], "use_skip": True} if as_published else VARIANTS[variant]
 
 
-def circle_model(hidden: int, seed: int, **layer: bool):
+def circle_model(hidden: int, seed: int, **layer: Any):
     import torch
 
     from ..models import RankEncoderConfig, RankEncoderForPointRegression

@@ -73,11 +73,11 @@ def taken_apart(layers: int, heads: int, hidden: int, tokens: int, skip: bool, s
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=100, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=8,
-        initializer_range=0.3,
+        initializer_range=0.15,
     )  # fmt: skip
     model = BertModel(config, add_pooling_layer=False).double().eval()
     for parameter in model.parameters():  # fresh biases are zero, and would prove nothing
-        parameter.data += 0.1 * torch.randn_like(parameter)
+        parameter.data += 0.05 * torch.randn_like(parameter)
     batch = {"input_ids": torch.randint(1, 100, (1, tokens))}
     with ablate(model, mlp=True, norm=True, attention_skip=not skip):
         table = path_terms(model, batch)

@@ -74,7 +74,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     from .row_training import RowTraining, train_rows
 
     builder = task_of(parameters)
-    columns = as_tensors(builder.sample("train", parameters["train"]))
+    columns = rows_of(builder, "train", parameters["train"])
     model = task_model(parameters, builder)
     training = RowTraining(
         parameters["epochs"], parameters["learning_rate"], parameters["seed"], parameters["batch_size"],
@@ -83,7 +83,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     trained = train_rows(model, columns, training, work)
     # what was learnt by heart is scored where it was learnt
     split = "train" if parameters["task"] == "memorization" else "test"
-    scored = as_tensors(builder.sample(split, parameters["scored"]))
+    scored = rows_of(builder, split, parameters["scored"])
     with torch.no_grad():
         right = (model(**scored).logits.argmax(-1) == scored["labels"])[scored["labels"] != -100]
     whole = {"whole": right.double().mean().item(), **trained}
@@ -108,10 +108,15 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     return [{name: float(v) if isinstance(v, float) else v for name, v in {**row, **whole}.items()} for row in rows]
 
 
-def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def rows_of(builder, split: str, rows: int) -> dict[str, Any]:
+    """Rows as tensors; a text may end in a row of a single token, which has no residual and is left out."""
     import torch
 
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    columns = {name: torch.from_numpy(array) for name, array in builder.sample(split, rows).items()}
+    if "attention_mask" not in columns:
+        return columns
+    kept = columns["attention_mask"].sum(-1) > 1
+    return {name: column[kept] for name, column in columns.items()}
 
 
 def task_of(parameters: Mapping[str, Any]):

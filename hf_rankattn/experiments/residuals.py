@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"shape": "base", "family_shape": "base", "examples": 32, "length": 128, "deep": 24, "seeds": 5},
 }
 PUBLISHED_FAMILIES = ["bert", "albert", "xlnet"]
-TRICK = {
+TRICK: dict[str, dict[str, Any]] = {
     "san, identity trick": {"attention_skip": True, "mlp": "identity_trick"},
     "san+skip, identity trick": {"mlp": "identity_trick"},
 }
@@ -68,7 +68,8 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    kind, sizes = parameters["kind"], {name: parameters.get(name) for name in ("examples", "length", "seed")}
+    kind = parameters["kind"]
+    sizes: dict[str, Any] = {name: parameters.get(name) for name in ("examples", "length", "seed")}
     if kind == "exponent":
         from .layer_exponents import attention_exponent
 
@@ -77,20 +78,20 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     if kind == "checkpoint":
         from ..survey import possible_variants
 
-        model, batches, facts = checkpoint_inputs(parameters, **sizes)  # type: ignore[arg-type]
+        model, batches, facts = checkpoint_inputs(parameters, **sizes)
         names = ("title", "model_type", "causal", "source", "precision_floor")
         return curves(model, batches, possible_variants(model), {name: facts[name] for name in names})
     if kind == "init":
         return initial_curves(parameters, sizes)
     if kind == "rate":
         family, fields = RATES[parameters["model"]]
-        model = fresh_model(family, parameters["shape"], sizes["seed"], "float64", **fields)  # type: ignore[arg-type]
+        model = fresh_model(family, parameters["shape"], sizes["seed"], "float64", **fields)
         return curves(model, inputs_of(model.config, "ids", **sizes), ["san", "san+mlp"])
     if kind == "family":
         from ..probe.architectures import family_of
         from ..survey import possible_variants
 
-        model = fresh_model(parameters["model"], parameters["shape"], sizes["seed"])  # type: ignore[arg-type]
+        model = fresh_model(parameters["model"], parameters["shape"], sizes["seed"])
         family_row = family_of(model)
         facts = {"title": family_row.name, "causal": bool(family_row.causal(model.config))}
         return curves(model, inputs_of(model.config, "ids", **sizes), possible_variants(model), facts)
@@ -122,7 +123,7 @@ def curves(model, batches, variants: Sequence[str], facts: Mapping[str, Any] | N
     from ..probe import ablate, measure_collapse
     from ..probe.collapse import VARIANTS
 
-    switches: dict[str, dict[str, Any]] = {**VARIANTS, **TRICK}
+    switches: dict[str, dict[str, Any]] = {name: dict(parts) for name, parts in VARIANTS.items()} | TRICK
     rows = []
     for variant in variants:
         with ablate(model, **switches[variant]):
@@ -177,7 +178,8 @@ def figures(table, scale: str):
         pretrained_residuals_figure,
     )
 
-    found = {"residuals-init": initial_residuals_figure(table), "residuals-pretrained": pretrained_residuals_figure()}
+    found = {f"residuals-init-{inputs}": initial_residuals_figure(table, inputs) for inputs in ("ids", "text")}
+    found["residuals-pretrained"] = pretrained_residuals_figure()
     if (table.kind == "checkpoint").any():
         found["residuals-checkpoint"] = checkpoint_residuals_figure(table)
     if (table.kind == "family").any():

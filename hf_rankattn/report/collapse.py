@@ -20,6 +20,7 @@ FLOOR = 2.4e-7  # of relative residuals in float32
 FAMILY_TITLES = {"bert": "BERT", "albert": "ALBERT", "xlnet": "XLNet"}
 RESIDUAL = "relative residual\n(1: nothing shared, 0: all tokens equal)"
 TRICK = ", identity trick"
+WITHOUT_SKIPS, WITH_SKIPS = ("san", "san+mlp"), ("san+skip", "transformer")
 
 
 def draw_curves(axis: "Axes", rows: pd.DataFrame, label: bool = True) -> None:
@@ -40,9 +41,10 @@ def draw_curves(axis: "Axes", rows: pd.DataFrame, label: bool = True) -> None:
             )  # fmt: skip
 
 
-def draw_published_curves(axis: "Axes", model: str, weights: str) -> None:
+def draw_published_curves(axis: "Axes", model: str, weights: str, variants: tuple[str, ...] = tuple(VARIANTS)) -> None:
     published = published_table("residuals")
-    for variant, (_, line, marker, _) in VARIANTS.items():
+    for variant in variants:
+        _, line, marker, _ = VARIANTS[variant]
         curve = published[(published.model == model) & (published.weights == weights) & (published.variant == variant)]
         axis.plot(
             curve.layer, curve.value, line, marker=marker, color="0.4", markerfacecolor="white", linewidth=0.8,
@@ -61,8 +63,9 @@ def layer_axis(axis: "Axes", log: bool = True) -> None:
         axis.axhspan(FLOOR / 4, 4 * FLOOR, color="0.93", zorder=0)
 
 
-def variant_legend(figure: "Figure", axis: "Axes", published: str | None, columns: int = 3) -> None:
-    handles, labels = axis.get_legend_handles_labels()
+def variant_legend(figure: "Figure", axes: "list[Axes]", published: str | None, columns: int = 3) -> None:
+    found = [axis.get_legend_handles_labels() for axis in axes]
+    handles, labels = ([entry for pair in found for entry in pair[place]] for place in (0, 1))
     if published:
         from matplotlib.lines import Line2D
 
@@ -71,29 +74,35 @@ def variant_legend(figure: "Figure", axis: "Axes", published: str | None, column
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
 
 
-def initial_residuals_figure(table: pd.DataFrame) -> "Figure":
-    """A panel for each family and kind of input, our curves and the published ones."""
-    rows = table[table.kind == "init"]
-    models, kinds = list(dict.fromkeys(rows.model)), list(dict.fromkeys(rows.inputs))
-    figure, axes = new_figure(len(kinds), len(models), 4.2 * len(models), 3.3 * len(kinds) + 1.2, sharey=True)
-    for line, inputs in zip(axes, kinds, strict=True):
-        for axis, model in zip(line, models, strict=True):
-            draw_curves(axis, rows[(rows.model == model) & (rows.inputs == inputs)])
-            draw_published_curves(axis, model, "init")
-            layer_axis(axis)
-            what = {"ids": "random ids", "text": "words of a text"}[inputs]
-            axis.set_title(f"{FAMILY_TITLES[model]}, {what}", fontsize=10)
+def initial_residuals_figure(table: pd.DataFrame, inputs: str) -> "Figure":
+    """A column for each family: what is without skips above, on a logarithmic axis, what is with skips below."""
+    rows = table[(table.kind == "init") & (table.inputs == inputs)]
+    models = list(dict.fromkeys(rows.model))
+    figure, axes = new_figure(2, len(models), 4.2 * len(models), 7.6, sharey="row")
+    for (upper, lower), model in zip(axes.T, models, strict=True):
+        own = rows[rows.model == model]
+        skipless = own.variant.str.removesuffix(TRICK).isin(WITHOUT_SKIPS)
+        for axis, part, names in ((upper, own[skipless], WITHOUT_SKIPS), (lower, own[~skipless], WITH_SKIPS)):
+            draw_curves(axis, part)
+            draw_published_curves(axis, model, "init", names)
+        layer_axis(upper)
+        layer_axis(lower, log=False)
+        lower.set_ylim(0, 1.1)
+        upper.set_title(f"{FAMILY_TITLES[model]}: attention skips removed", fontsize=10)
+        lower.set_title(f"{FAMILY_TITLES[model]}: skips kept", fontsize=10)
+    for line in axes:
         line[0].set_ylabel(RESIDUAL, fontsize=9)
     first = rows.iloc[0]
     how = "as published" if rows.as_published.any() else "all variants of a seed are one model"
+    what = {"ids": "random ids", "text": "words of a text"}[inputs]
     figure.suptitle(
-        f"Fresh weights: do tokens stay apart? ({first['shape']} shapes, {int(first.examples)} x {int(first.length)} tokens, "
-        f"{rows.seed.nunique()} seed(s); {how})",
+        f"Fresh weights, {what}: do tokens stay apart? ({first['shape']} shapes, {int(first.examples)} x "
+        f"{int(first.length)} tokens, {rows.seed.nunique()} seed(s); {how})",
         fontsize=11,
     )
-    albert = axes[0, models.index("albert")] if "albert" in models else axes[0, 0]
     note = "published, fresh weights, 12 layers (ALBERT: with the identity trick); same line styles"
-    variant_legend(figure, albert, note)
+    column = models.index("albert") if "albert" in models else 0
+    variant_legend(figure, list(axes[:, column]), note)
     return figure
 
 
@@ -114,7 +123,7 @@ def pretrained_residuals_figure() -> "Figure":
     figure.suptitle(
         "Published values of pretrained models (mean of 32 texts; ALBERT with the identity trick)", fontsize=11
     )
-    variant_legend(figure, axes[0, 0], None, 4)
+    variant_legend(figure, [axes[0, 0]], None, 4)
     return figure
 
 
@@ -130,7 +139,7 @@ def checkpoint_residuals_figure(table: pd.DataFrame) -> "Figure":
     axis.set_ylabel(RESIDUAL, fontsize=9)
     figure.suptitle(f"Do tokens stay apart? {rows.title.iloc[0]} on {rows.source.iloc[0]}", fontsize=11)
     known = family in FAMILY_TITLES
-    variant_legend(figure, axis, f"published: {FAMILY_TITLES[family]}-base, pretrained" if known else None)
+    variant_legend(figure, [axis], f"published: {FAMILY_TITLES[family]}-base, pretrained" if known else None)
     return figure
 
 
@@ -140,15 +149,17 @@ def family_residuals_figure(table: pd.DataFrame) -> "Figure":
     models = list(dict.fromkeys(rows.model))
     columns = 4
     lines = -(-len(models) // columns)
-    figure, axes = new_figure(lines, columns, 12.6, 2.6 * lines + 1.2, sharey=True)
+    figure, axes = new_figure(lines, columns, 12.6, 2.6 * lines + 1.2)
     for axis in axes.flat[len(models) :]:
         axis.set_visible(False)
     for axis, model in zip(axes.flat, models, strict=False):
         part = rows[rows.model == model]
         draw_curves(axis, part)
-        layer_axis(axis)
+        fewer = "\n(skips cannot be removed; linear axis)" if part.variant.nunique() < 4 else ""
+        layer_axis(axis, log=not fewer)
+        if fewer:
+            axis.set_ylim(0, 1.1)
         causal = ", causal" if part.causal.iloc[0] else ""
-        fewer = "\n(skips cannot be removed)" if part.variant.nunique() < 4 else ""
         axis.set_title(f"{part.title.iloc[0]}{causal}{fewer}", fontsize=9)
     for line in axes:
         line[0].set_ylabel("relative residual", fontsize=9)
@@ -158,7 +169,7 @@ def family_residuals_figure(table: pd.DataFrame) -> "Figure":
         f"{rows.seed.nunique()} seed(s))",
         fontsize=11,
     )
-    variant_legend(figure, axes[0, 0], None, 4)
+    variant_legend(figure, [axes[0, 0]], None, 4)
     return figure
 
 
@@ -171,12 +182,11 @@ def exponents_figure(table: pd.DataFrame) -> "Figure":
         mean = rows.groupby("layer").value.mean().clip(lower=1e-16)
         left.plot(mean.index, mean, line, marker=marker, color=colour, label=model, markersize=5)
     left.set(yscale="log", ylim=(5e-17, 2.0))
-    left.axhspan(5e-17, 4.4e-15, color="0.93", zorder=0)
-    left.annotate("precision of float64", (0.98, 1.5e-16), xycoords=("axes fraction", "data"), ha="right", fontsize=8)
+    left.axhspan(5e-17, 4.4e-15, color="0.93", zorder=0, label="within ten times the precision")
     layer_axis(left, log=False)
     left.set_ylabel(RESIDUAL, fontsize=9)
     left.set_title("Attention alone, fresh weights, float64", fontsize=10)
-    left.legend(fontsize=8, loc="upper right")
+    left.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 0.8))
     exponents = table[table.kind == "exponent"]
     names = list(dict.fromkeys(exponents.model))[::-1]
     for place, name in enumerate(names):
@@ -283,7 +293,7 @@ def circle_figure(table: pd.DataFrame) -> "Figure":
     """Trajectories of both points, a row of panels for each variant, a panel for each width; the first seed."""
     variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
     figure, axes = new_figure(
-        len(variants), len(widths), 3.1 * len(widths) + 1, 3.0 * len(variants) + 1, sharex=True, sharey=True
+        len(variants), len(widths), max(8.0, 3.1 * len(widths) + 1), 3.0 * len(variants) + 1, sharex=True, sharey=True
     )
     rows = table[table.seed == table.seed.min()]
     turn = np.linspace(0, 2 * np.pi, 200)
@@ -307,7 +317,9 @@ def circle_figure(table: pd.DataFrame) -> "Figure":
         axis.set_xlabel("x")
     how = " (as published: the skip inside of the layer is in all)" if table.as_published.any() else ""
     figure.suptitle(f"A recurrent layer on two points of a circle{how}", fontsize=11)
-    note = "large hollow: start; cross: where each is after 300 steps; circles and triangles: the two points; grey: the circle to follow"
+    note = (
+        "large hollow: start; cross: after 300 steps; circles, triangles: the two points; grey: the circle to follow"
+    )
     figure.supxlabel(note, fontsize=8, color="0.3")
     return figure
 
@@ -389,14 +401,15 @@ def draw_lengths(axis: "Axes", rows: pd.DataFrame, style: tuple[str, str, str], 
 def reference_lines(axis: "Axes", rows: pd.DataFrame, published: pd.Series, baseline: tuple[str, str]) -> None:
     """Ours solid on the left, published dashed on the right, so that labels of near lines stay apart."""
     column, seen = baseline
+    paper = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
     for value, name in ((rows.whole.mean(), "whole model"), (rows[column].mean(), seen)):
         axis.axhline(value, color="0.35", linewidth=0.9)
         axis.annotate(
-            f"{name} {value:.2f}", (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom"
-        )
+            f"{name} {value:.2f}", (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom", bbox=paper,
+        )  # fmt: skip
     for value, name in ((published.whole, "whole"), (published.reference, published.reference_name)):
         axis.axhline(value, color="0.55", linewidth=0.8, linestyle=(0, (4, 3)))
         axis.annotate(
             f"published {name} {value:g}", (0.99, value), xycoords=("axes fraction", "data"), fontsize=7, ha="right",
-            va="top", color="0.35",
+            va="top", color="0.35", bbox=paper,
         )  # fmt: skip
