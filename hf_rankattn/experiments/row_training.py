@@ -1,12 +1,13 @@
 """Training on a fixed set of rows for some epochs, as the experiments on paths and on the circle do."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, get_constant_schedule
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -31,72 +32,81 @@ class RowTraining:
     shuffle: bool = True
 
 
-class Rows(Dataset):
-    """Columns of tensors as rows."""
+class EpochStream(IterableDataset):
+    """Whole batches cut from columns, epoch after epoch; collating small rows one by one takes longer than a step.
 
-    def __init__(self, columns: Mapping[str, torch.Tensor]):
-        self.columns = columns
+    Any step can be the first, so a run that is resumed skips nothing by drawing it.
 
-    def __len__(self) -> int:
+    Args:
+        columns: Tensors of as many rows each.
+        size: Rows of a batch; the last one of an epoch may have fewer.
+        seed: Of the order of the rows, another one each epoch; without it, the order is always the same.
+        first: Called when iteration begins; returns the number of the first step.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, torch.Tensor], size: int, seed: int | None, first: Callable[[], int] = lambda: 0
+    ):
+        self.columns, self.size, self.seed, self.first = columns, size, seed, first
+
+    @property
+    def rows(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        return {name: column[place] for name, column in self.columns.items()}
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        return -(-self.rows // self.size)
+
+    def order(self, epoch: int) -> torch.Tensor:
+        if self.seed is None:
+            return torch.arange(self.rows)
+        return torch.from_numpy(
+            np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(self.rows)
+        )
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        epoch, done = divmod(self.first(), self.steps)
+        while True:
+            for part in self.order(epoch).split(self.size)[done:]:
+                yield {name: column[part] for name, column in self.columns.items()}
+            epoch, done = epoch + 1, 0
 
 
 class RowTrainer(Trainer):
-    """Trainer that cuts its batches from columns: collating small rows one by one takes longer than a step on them."""
+    """Trainer on the batches of an [`EpochStream`]."""
 
-    def get_train_dataloader(self):
-        columns, size = self.train_dataset.columns, self.args.per_device_train_batch_size  # type: ignore[union-attr]
-        return Batches(columns, size, self.args.seed if self.args.train_sampling_strategy == "random" else None)
-
-
-class Batches:
-    """The batches of an epoch, in an order drawn for that epoch, or in that of the rows."""
-
-    def __init__(self, columns: Mapping[str, torch.Tensor], size: int, seed: int | None):
-        self.columns, self.size, self.seed, self.epoch = columns, size, seed, 0
-        self.dataset = Rows(columns)
-
-    def __len__(self) -> int:
-        return -(-len(self.dataset) // self.size)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self):
-        order = torch.arange(len(self.dataset))
-        if self.seed is not None:
-            draw = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch)
-            order = torch.randperm(len(self.dataset), generator=draw)
-        for part in order.split(self.size):
-            yield {name: column[part] for name, column in self.columns.items()}
+    def get_train_dataloader(self) -> DataLoader:
+        stream: Any = self.train_dataset
+        return DataLoader(
+            EpochStream(stream.columns, stream.size, stream.seed, lambda: self.state.global_step), batch_size=None
+        )
 
 
 def train_rows(
     model: PreTrainedModel, columns: Mapping[str, torch.Tensor], training: RowTraining, work: Path
 ) -> dict[str, Any]:
     """Train a model where it is, or go on from a checkpoint in `work`; returns what a table has to say of the run."""
-    steps = training.epochs * -(-len(next(iter(columns.values()))) // training.batch_size)
+    stream = EpochStream(columns, training.batch_size, training.seed if training.shuffle else None)
+    steps = training.epochs * stream.steps
     arguments = TrainingArguments(
         output_dir=str(work),
-        num_train_epochs=training.epochs,
+        max_steps=steps,
         per_device_train_batch_size=training.batch_size,
-        train_sampling_strategy="random" if training.shuffle else "sequential",
         logging_steps=max(1, steps // 10),
         save_strategy="steps" if steps > SAVE_EVERY else "no",
         save_steps=SAVE_EVERY,
         save_total_limit=1,
         max_grad_norm=0.0,
         seed=training.seed,
+        ignore_data_skip=True,
         disable_tqdm=True,
         report_to="none",
         dataloader_pin_memory=False,
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
     trainer = RowTrainer(
-        model, arguments, train_dataset=Rows(columns), optimizers=(optimizer, get_constant_schedule(optimizer))
+        model, arguments, train_dataset=stream, optimizers=(optimizer, get_constant_schedule(optimizer))
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(work)) if work.is_dir() else None)

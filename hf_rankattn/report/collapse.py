@@ -326,7 +326,7 @@ def circle_figure(table: pd.DataFrame) -> "Figure":
 
 def circle_gap_figure(table: pd.DataFrame) -> "Figure":
     variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
-    figure, axes = new_figure(1, len(widths), 3.9 * len(widths) + 1, 4.4, sharey=True)
+    figure, axes = new_figure(1, len(widths), max(8.0, 3.9 * len(widths) + 1), 4.8, sharey=True)
     for axis, width in zip(axes[0], widths, strict=True):
         for variant, (_, line, colour) in zip(variants, STYLES, strict=False):
             rows = table[(table.variant == variant) & (table.hidden == width)]
@@ -341,7 +341,7 @@ def circle_gap_figure(table: pd.DataFrame) -> "Figure":
         axis.set_title(f"d {int(width)}", fontsize=10)
         axis.grid(True, color="0.92")
     axes[0, 0].set_ylabel("distance of the two points (0 drawn as 1e-8)")
-    axes[0, 0].legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 0.1))
+    variant_legend(figure, [axes[0, 0]], None)
     figure.suptitle("Do the two points stay apart? A line for each seed; grey: equal within precision", fontsize=11)
     return figure
 
@@ -379,11 +379,9 @@ def path_effectiveness_figure(table: pd.DataFrame) -> "Figure":
             fontsize=9,
         )
         lower.set_xlabel("length of paths (heads on the way)")
-        lower.xaxis.get_major_locator().set_params(integer=True)
     axes[0, 0].set_ylabel("accuracy\nisolated paths, as published", fontsize=9)
     axes[1, 0].set_ylabel("accuracy\nexact parts of the output", fontsize=9)
-    for line in axes:
-        line[-1].legend(fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 0.88))
+    variant_legend(figure, [axes[0, 0], axes[1, 0]], None, 4)
     figure.suptitle(
         "What paths of each length are worth (mean; band: least to largest over seeds and draws)", fontsize=11
     )
@@ -399,17 +397,17 @@ def draw_lengths(axis: "Axes", rows: pd.DataFrame, style: tuple[str, str, str], 
 
 
 def reference_lines(axis: "Axes", rows: pd.DataFrame, published: pd.Series, baseline: tuple[str, str]) -> None:
-    """Ours solid on the left, published dashed on the right, so that labels of near lines stay apart."""
+    """Ours solid and published dashed, named to the right of all points, in the order of their heights."""
     column, seen = baseline
-    paper = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
-    for value, name in ((rows.whole.mean(), "whole model"), (rows[column].mean(), seen)):
-        axis.axhline(value, color="0.35", linewidth=0.9)
-        axis.annotate(
-            f"{name} {value:.2f}", (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom", bbox=paper,
-        )  # fmt: skip
-    for value, name in ((published.whole, "whole"), (published.reference, published.reference_name)):
-        axis.axhline(value, color="0.55", linewidth=0.8, linestyle=(0, (4, 3)))
-        axis.annotate(
-            f"published {name} {value:g}", (0.99, value), xycoords=("axes fraction", "data"), fontsize=7, ha="right",
-            va="top", color="0.35", bbox=paper,
-        )  # fmt: skip
+    longest = float(rows.length.max())
+    lines = [
+        (rows.whole.mean(), "whole model", "-"), (rows[column].mean(), seen, "-"),
+        (published.whole, "published: whole", "--"), (published.reference, f"published: {published.reference_name}", "--"),
+    ]  # fmt: skip
+    height = -1.0
+    for value, name, line in sorted(lines):
+        axis.hlines(value, 0, longest, color="0.35", linewidth=0.9, linestyle=line, zorder=0)
+        height = max(value, height + 0.045)  # names of near lines are moved apart
+        axis.annotate(f"{name} {value:.2f}", (1.04 * longest, height), fontsize=7, va="center", color="0.25")
+    axis.set_xlim(-0.05 * longest, 1.55 * longest)
+    axis.set_xticks(range(int(longest) + 1))
