@@ -146,5 +146,5 @@ def checkpoint_claim(table, published) -> Claim:
     fresh = medians(table, "theorem", "mean")
     fresh = fresh if len(fresh) else medians(table, "reversed", "rank1")
     name = table[table.weights == "checkpoint"].checkpoint.iloc[0]
-    measured = f"{listed(rows)} ({Path(name).name if name else name}); fresh weights {listed(fresh)}"
+    measured = f"{listed(rows)} ({'/'.join(Path(name).parts[-2:])}); fresh weights {listed(fresh)}"
     return Claim(text, source, read, measured, bool(rows[2] > fresh[2]))

@@ -1,7 +1,6 @@
 """What the residuals say of the theorems and figures on rank collapse."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .layer_exponents import CUBIC
@@ -223,11 +222,8 @@ def checkpoint_claims(table: "pd.DataFrame") -> Iterator[Claim]:
         return
     shown = {variant: part.set_index("layer").value for variant, part in rows.groupby("variant", sort=False)}
     ends = ", ".join(f"{variant} {number(values.iloc[-1])}" for variant, values in shown.items())
-    name = Path(str(rows.title.iloc[0])).name
-    alone = shown.get("san", shown.get("san+skip"))
-    assert alone is not None
     yield Claim(
-        f"{name} on {rows.source.iloc[0]}: taking the skips away makes tokens equal, keeping them does not",
+        f"{rows.title.iloc[0]} on {rows.source.iloc[0]}: taking the skips away makes tokens equal, keeping them does not",
         FIGURE,
         "BERT pretrained: floor without skips, .310 whole",
         f"after layer {int(rows.layer.max())}: {ends} (input {number(shown['transformer'].iloc[0])})",
