@@ -248,7 +248,7 @@ def path_counts_figure(table: pd.DataFrame) -> "Figure":
 
 
 def attention_products_figure(table: pd.DataFrame) -> "Figure":
-    figure, axes = new_figure(1, 1, 8.4, 5.2)
+    figure, axes = new_figure(1, 1, 8.4, 5.8)
     axis: Axes = axes[0, 0]
     titles = {
         ("theorem", "mean"): "theorem's order, mean row taken away",
@@ -281,7 +281,7 @@ def attention_products_figure(table: pd.DataFrame) -> "Figure":
         ylabel="relative residual of the product",
         ylim=(FLOOR / 4, 1.5),
     )
-    axis.legend(fontsize=8, loc="upper right")
+    variant_legend(figure, [axis], None, 2)
     samples = int(table.samples.iloc[0])
     figure.suptitle(
         f"Chained attention maps along {samples} random paths of each length (median, quartiles)", fontsize=11
