@@ -64,8 +64,12 @@ def layer_axis(axis: "Axes", log: bool = True) -> None:
 
 
 def variant_legend(figure: "Figure", axes: "list[Axes]", published: str | None, columns: int = 3) -> None:
-    found = [axis.get_legend_handles_labels() for axis in axes]
-    handles, labels = ([entry for pair in found for entry in pair[place]] for place in (0, 1))
+    handles: list[Any] = []
+    labels: list[str] = []
+    for axis in axes:
+        own = axis.get_legend_handles_labels()
+        handles += own[0]
+        labels += own[1]
     if published:
         from matplotlib.lines import Line2D
 
