@@ -320,6 +320,9 @@ def reproduce(
         Path("runs"), help="Results go to OUT/NAME/SCALE; an interrupted run goes on from there."
     ),
     as_published: bool = typer.Option(False, "--as-published", help="With the faults of the published runs."),
+    checkpoint: str = typer.Option(None, help="Of experiments that measure models: a folder or Hub name to add."),
+    text: str = typer.Option(None, help="A UTF-8 file to measure the checkpoint on; default: the package's text."),
+    dataset: str = typer.Option(None, help="A dataset to measure the checkpoint on (its test split)."),
     engine: Engine = typer.Option(Engine.local, help="local: processes; slurm: job arrays through submitit."),
     engine_option: Annotated[
         list[str] | None,
@@ -342,7 +345,8 @@ def reproduce(
     outcomes, start = [], time.perf_counter()
     with ExitStack() as stack:
         bar = stack.enter_context(sweep_bar())
-        options = {"as_published": True} if as_published else {}
+        given = {"as_published": as_published, "checkpoint": checkpoint, "text": text, "dataset": dataset}
+        options = {key: value for key, value in given.items() if value}
         for outcome in reproduce_all(
             names, out, scale=scale.value, seeds=seeds, engine=engine.value, workers=workers, options=options,
             engine_options=key_values(engine_option or ()), start_progress=bar,

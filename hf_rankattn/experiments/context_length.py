@@ -12,6 +12,7 @@ from .runner import Claim
 NAME = "context-length"
 SHOWS = "error against rank for rows of 4 to 256 points, two layers, in the original form and with qk_norm"
 REVISION = 1
+OPTIONS = ("as_published",)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NAME = "learned-forms"
 SHOWS = "angle of each learned W_Q^T W_K to the identity, and its scale, for full-rank heads"
 REVISION = 1
+OPTIONS = ("as_published",)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {

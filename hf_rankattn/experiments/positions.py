@@ -12,6 +12,7 @@ from .runner import Claim
 NAME = "positions"
 SHOWS = "error against rank without positions, with added and with concatenated ones, at one parameter budget"
 REVISION = 1
+OPTIONS = ("as_published",)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {

@@ -12,6 +12,7 @@ from .runner import Claim
 NAME = "rank-separation"
 SHOWS = "error against rank for several depths and parameter budgets, in the original form and with qk_norm"
 REVISION = 1
+OPTIONS = ("as_published",)
 
 # budgets as multiples of d^2, the parameters of one projection of an ordinary layer
 SETTINGS: dict[str, dict[str, Any]] = {

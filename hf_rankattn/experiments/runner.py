@@ -67,6 +67,7 @@ class Experiment(Protocol):
         """The rows of one cell; `work` is a folder for checkpoints, in which an interrupted run may have left some."""
 
     # and, where columns depend on more than one cell: complete(table) -> table
+    # and, where the command line can tell it something: OPTIONS, the names that `options` may hold
 
     @staticmethod
     def figures(table: "pd.DataFrame", scale: str) -> "dict[str, Figure]":
@@ -87,6 +88,11 @@ EXPERIMENTS = {
     "positions": "positions",
     "context-length": "context_length",
     "depth": "depth",
+    "residuals": "residuals",
+    "path-counts": "path_counts",
+    "attention-products": "attention_products",
+    "path-effectiveness": "path_effectiveness",
+    "circle": "circle",
 }
 
 
@@ -180,6 +186,7 @@ def reproduce(
     """
     experiment = find_experiment(name)
     check_arguments(scale, seeds, engine, workers)
+    check_options(name, options or {})
     start = time.perf_counter()
     cells = experiment.cells(scale, seeds, options or {})
     results = ResultFolder(Path(out) / name / scale, name, scale, experiment.REVISION)
@@ -226,8 +233,14 @@ def judged(claims: Sequence[Claim], scale: str) -> list[Claim]:
 def reproduce_all(names: Sequence[str], out: str | Path, **arguments: Any) -> Iterator[Outcome]:
     """One experiment after the other; then `out/claims-SCALE.json` and `.md` hold the claims of all of them."""
     outcomes = []
+    options = arguments.pop("options", None) or {}
+    for option in options:
+        if not any(option in known_options(name) for name in names):
+            check_options(names[0], {option: options[option]})
     for name in names:
-        outcomes.append(reproduce(name, out, **arguments))
+        # of several experiments each is told what it knows; one alone refuses what it does not
+        own = {key: value for key, value in options.items() if len(names) == 1 or key in known_options(name)}
+        outcomes.append(reproduce(name, out, options=own, **arguments))
         yield outcomes[-1]
     claims = [(outcome.name, claim) for outcome in outcomes for claim in outcome.claims]
     path = Path(out) / f"claims-{arguments.get('scale', 'laptop')}"
@@ -246,6 +259,27 @@ def claims_markdown(claims: Sequence[tuple[str, Claim]]) -> str:
         verdict = claim.verdict + (f": {claim.why}" if claim.why else "")
         lines.append("| " + " | ".join(text.replace("|", "\\|") for text in (*cells, verdict)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def known_options(name: str) -> tuple[str, ...]:
+    """What an experiment can be told on the command line."""
+    return tuple(getattr(find_experiment(name), "OPTIONS", ()))
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    known = known_options(name)
+    for option in options:
+        if option not in known:
+            can = ", ".join(spelled(one) for one in known) or "no options"
+            others = ", ".join(other for other in EXPERIMENTS if option in known_options(other))
+            raise ValueError(
+                f"the experiment {name} takes {can}, not {spelled(option)}"
+                + (f", which is for {others}." if others else ", and neither does any other.")
+            )
+
+
+def spelled(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def describe_failures(failed: Mapping[str, str], total: int, folder: Path) -> str:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..measure import relative_residual
 from ..measure.norms import working
+from ..measure.residual import Center
 from ..theory.inputs import whole
 from .ablate import Depth, ablate, first
 from .architectures import base_of, family_of, layers_of, sublayers_of, submodule
@@ -152,39 +153,17 @@ def isolated_paths(
                 result, states = sum_of_paths(model, batch, chosen, mlp)
                 metrics = {"relative_residual": relative_residual(states, mask)}
                 if base is not model:
-                    metrics |= scores(TaskHead(model, result, task_batch), states)
+                    metrics |= TaskHead(model, result, task_batch).scores(states)
                 rows += rows_of(metrics, offset, length=length, repetition=repetition)
         offset += len(states)
     return long_table(model, rows, ["length", "repetition"])
 
 
-def scores(head: TaskHead, states: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Loss and accuracy of each example, as far as its labels allow."""
-    found: dict[str, list[torch.Tensor]] = {"loss": [], "accuracy": []}
-    for output, example in head.outputs(states):
-        labels, logits = example.get("labels"), output.get("logits")
-        if output.get("loss") is not None:
-            found["loss"].append(output.loss)
-        if labels is None or labels.is_floating_point() or logits is None:
-            continue
-        if logits.shape[:-1] == labels.shape:
-            if next_token(head.model):
-                logits, labels = logits[:, :-1], labels[:, 1:]
-            counted = labels != -100
-            found["accuracy"].append((logits.argmax(-1) == labels)[counted].double().mean())
-    return {name: torch.stack(values) for name, values in found.items() if values}
-
-
-def next_token(model: PreTrainedModel) -> bool:
-    """Whether the labels of a model are its inputs, of which each token is to name the next."""
-    return family_of(model).causal(model.config) and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
-
-
 class Products:
-    """The products of the maps along drawn paths, later layers on the left, while the model runs."""
+    """The products of the maps along drawn paths, later layers on the left, or on the right, while the model runs."""
 
-    def __init__(self, chosen: np.ndarray, examples: np.ndarray):
-        self.chosen, self.examples, self.depth = chosen, examples, 0
+    def __init__(self, chosen: np.ndarray, examples: np.ndarray, reverse: bool = False):
+        self.chosen, self.examples, self.reverse, self.depth = chosen, examples, reverse, 0
         self.products: list[torch.Tensor | None] = [None] * len(chosen)
 
     def start(self, states: torch.Tensor) -> None: ...
@@ -195,12 +174,21 @@ class Products:
         for place, (example, head) in enumerate(zip(self.examples, self.chosen[:, self.depth], strict=True)):
             if head >= 0:
                 maps, product = step.maps[example, head], self.products[place]
-                self.products[place] = maps.clone() if product is None else maps @ product
+                if product is None:
+                    self.products[place] = maps.clone()
+                else:
+                    self.products[place] = product @ maps if self.reverse else maps @ product
         self.depth += 1
 
 
 def path_products(
-    model: PreTrainedModel, inputs: Inputs, lengths: Sequence[int] | None = None, samples: int = 100, seed: int = 0
+    model: PreTrainedModel,
+    inputs: Inputs,
+    lengths: Sequence[int] | None = None,
+    samples: int = 100,
+    seed: int = 0,
+    reverse: bool = False,
+    center: Center = "mean",
 ) -> pd.DataFrame:
     """How near to rank one the product of the attention maps along a random path is, by the length of the path.
 
@@ -210,6 +198,9 @@ def path_products(
         lengths (`Sequence[int]`, *optional*): How many layers a path has; 1 to L by default.
         samples (`int`, *optional*, defaults to 100): Random paths of each length, in each batch.
         seed (`int`, *optional*, defaults to 0): Of the draws.
+        reverse (`bool`, *optional*):
+            Multiply with later layers on the right, as the published code does; in a path they are on the left.
+        center (`str`, *optional*, defaults to `"mean"`): What is taken away from a product, see [`residual`].
 
     The maps are those of the whole model. A product of row-stochastic maps forgets its input at a geometric rate, not the
     doubly exponential one of the states of pure attention.
@@ -228,9 +219,9 @@ def path_products(
         size, mask = examples_of(batch), real_tokens(base_of(model), batch)
         chosen = np.concatenate([draw_paths(heads, length, samples, [seed, number, length]) for length in wanted])
         examples = np.random.default_rng(np.random.SeedSequence([seed, number])).integers(size, size=len(chosen))
-        walker = Products(chosen, examples)
+        walker = Products(chosen, examples, reverse)
         walk(model, batch, walker)
-        for path, (length, value) in enumerate(product_residuals(walker, wanted, samples, mask)):
+        for path, (length, value) in enumerate(product_residuals(walker, wanted, samples, mask, center)):
             labels = {"length": length, "path": path % samples, "example": offset + int(examples[path])}
             rows.append({**labels, "metric": "relative_residual", "value": value})
         offset += size
@@ -238,9 +229,9 @@ def path_products(
 
 
 def product_residuals(
-    walker: Products, lengths: Sequence[int], samples: int, mask: torch.Tensor | None
+    walker: Products, lengths: Sequence[int], samples: int, mask: torch.Tensor | None, center: Center
 ) -> Iterator[tuple[int, float]]:
     for place, (product, example) in enumerate(zip(walker.products, walker.examples, strict=True)):
         assert product is not None
         own = None if mask is None else mask[example]
-        yield lengths[place // samples], relative_residual(product, own).item()
+        yield lengths[place // samples], relative_residual(product, own, center).item()

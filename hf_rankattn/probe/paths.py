@@ -198,8 +198,9 @@ def path_lengths(
             length k. There are L and L H parts to carry: `"head"` takes the time of a dozen forward passes.
         loss (`bool`, *optional*):
             Also give the loss that the task head of the model has on each example (the batch needs its labels) when
-            `last_hidden_state` is cut: for lengths to those up to k (`loss_up_to`) or to k alone (`loss_only`); for
-            layers and heads, to all but their part (`loss_without`).
+            `last_hidden_state` is cut: for lengths to those up to k (`loss_up_to`) or to k alone (`loss_only`), and
+            `accuracy_up_to` and `accuracy_only` where labels are classes of tokens; for layers and heads, to all but
+            their part (`loss_without`).
 
     Maps and scales of norms are held as they are in the forward pass of the whole model. Then every sublayer is linear,
     and its biases and the outputs of MLPs are sources, whose paths have length 0 where they enter. The output is
@@ -265,7 +266,8 @@ def losses(
         own = torch.zeros_like(output) if part is None else part
         if isinstance(walker, Lengths):
             total += own
-            yield index, {"loss_only": head.loss(own), "loss_up_to": head.loss(total)}
+            kept = {"only": head.scores(own, needed=True), "up_to": head.scores(total, needed=True)}
+            yield index, {f"{name}_{cut}": values for cut, found in kept.items() for name, values in found.items()}
         else:
             yield index, {"loss_without": head.loss(output - own)}
 

@@ -54,12 +54,30 @@ class TaskHead:
 
     def loss(self, states: torch.Tensor) -> torch.Tensor:
         """The loss of each example, (batch)."""
-        found = []
-        for output, _ in self.outputs(states):
-            if getattr(output, "loss", None) is None:
+        return self.scores(states, needed=True)["loss"]
+
+    def scores(self, states: torch.Tensor, needed: bool = False) -> dict[str, torch.Tensor]:
+        """Loss and accuracy of each example, (batch) each, as far as its labels allow; a `needed` loss has to be there."""
+        found: dict[str, list[torch.Tensor]] = {"loss": [], "accuracy": []}
+        for output, example in self.outputs(states):
+            labels, logits = example.get("labels"), output.get("logits")
+            if output.get("loss") is not None:
+                found["loss"].append(output.loss)
+            elif needed:
                 raise ValueError(
                     f"{type(self.model).__name__} returned no loss: the batch needs its labels, and has "
                     f"{', '.join(self.batch)}."
                 )
-            found.append(output.loss)
-        return torch.stack(found)
+            if labels is None or labels.is_floating_point() or logits is None:
+                continue
+            if logits.shape[:-1] == labels.shape:
+                if next_token(self.model):
+                    logits, labels = logits[:, :-1], labels[:, 1:]
+                counted = labels != -100
+                found["accuracy"].append((logits.argmax(-1) == labels)[counted].double().mean())
+        return {name: torch.stack(values) for name, values in found.items() if values}
+
+
+def next_token(model: PreTrainedModel) -> bool:
+    """Whether the labels of a model are its inputs, of which each token is to name the next."""
+    return family_of(model).causal(model.config) and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
