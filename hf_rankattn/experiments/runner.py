@@ -87,6 +87,9 @@ EXPERIMENTS = {
     "positions": "positions",
     "context-length": "context_length",
     "depth": "depth",
+    "rank-ceiling": "rank_ceiling",
+    "saturation": "saturation",
+    "mla": "mla",
 }
 
 
