@@ -15,7 +15,7 @@ SOURCE = "A Rank Perspective"
 
 # content width, rotary width, latent of keys, latent of queries
 RULES = [(32, 16, 24, 64), (32, 16, 100, 200), (32, 16, 100, 20), (8, 16, 100, None), (32, 16, 8, None), (4, 4, 2, 3)]
-BASE = {"nope": 64, "rope": 16, "kv": 128, "q": 192}
+BASE = {"nope": 64, "rope": 4, "kv": 128, "q": 192}
 V3 = {"nope": 128, "rope": 64, "kv": 512, "q": 1536}
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {"n": 96, "hidden": 128, "heads": 2, "rules": RULES[:3], "values": [2, 16], "seeds": 1, "v3": None},

@@ -89,6 +89,7 @@ EXPERIMENTS = {
     "depth": "depth",
     "rank-ceiling": "rank_ceiling",
     "saturation": "saturation",
+    "head-dim-learning": "head_dim_learning",
     "mla": "mla",
 }
 

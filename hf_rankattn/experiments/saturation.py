@@ -16,7 +16,7 @@ SOURCE = "A Rank Perspective"
 
 REACHED = (0.5, 0.75, 0.9)
 GAUSSIAN = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256]
-UNIT = [2, 3, 4, 5, 6, 8, 12, 16]
+UNIT = [2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64]
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
         "hard": [64, 512], "columns": 6144, "gaussian": [3, 4, 5, 6, 9, 12, 15, 32, 64, 128], "unit": [2, 3, 4, 8],

@@ -42,8 +42,8 @@ def level(axis: "Axes", height: float, text: str, place: float = 0.01, above: bo
 
 def width_axis(axis: "Axes", widths, label: str = "query-key width of a head") -> None:
     widths = sorted({int(width) for width in widths})
-    while len(widths) > 10:
-        widths = widths[::2]
+    if len(widths) > 10:
+        widths = [width for width in widths if width & (width - 1) == 0]
     axis.set_xscale("log", base=2)
     axis.set_xticks(widths, [str(width) for width in widths])
     axis.tick_params(axis="x", which="minor", bottom=False)
@@ -257,7 +257,7 @@ def draw_stable(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.set_ylabel("stable rank; singular value")
     axis.set_title(f"softmax of independent logits, n = {n}", fontsize=10)
     axis.grid(True, color="0.92")
-    axis.legend(fontsize=7, loc="upper left")
+    axis.legend(fontsize=7, loc="lower right")
 
 
 def saturation_figure(table: pd.DataFrame) -> "Figure":
