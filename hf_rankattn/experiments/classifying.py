@@ -9,7 +9,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
-from ..models import RankBertConfig, RankBertForTokenClassification, RankEncoderConfig, RankEncoderForTokenClassification
+from ..models import (
+    RankBertConfig,
+    RankBertForTokenClassification,
+    RankEncoderConfig,
+    RankEncoderForTokenClassification,
+)
 from ..optimizers import point_optimizer, warmup_cosine
 from ..probe import RankCallback
 from ..tasks.loading import task_builder
@@ -59,7 +64,9 @@ def retrieval(parameters: Mapping[str, Any]) -> tuple[PreTrainedModel, IterableD
     config = RankBertConfig(
         **builder.model_arguments(), **geometry(parameters), max_position_embeddings=parameters["n"], pad_token_id=0,
     )  # fmt: skip
-    held_out = {name: torch.from_numpy(array) for name, array in builder.sample("test", parameters["held_out"]).items()}
+    held_out = {
+        name: torch.from_numpy(array) for name, array in builder.sample("test", parameters["held_out"]).items()
+    }
     return RankBertForTokenClassification(config), BatchStream(builder, parameters["batch_size"]), held_out
 
 
@@ -74,10 +81,10 @@ def pictures(parameters: Mapping[str, Any]) -> tuple[PreTrainedModel, IterableDa
         labels = torch.from_numpy(classes).long()[:, None].expand(-1, points.shape[1]).contiguous()
         splits[split] = {"points": points, "labels": labels}
     torch.manual_seed(parameters["seed"])
+    classes_of = {"num_labels": int(found["train"][1].max()) + 1}
     config = RankEncoderConfig(
         input_dim=splits["train"]["points"].shape[-1], input_map="linear", position="additive", norm="layer",
-        max_position_embeddings=splits["train"]["points"].shape[1], num_labels=int(found["train"][1].max()) + 1,
-        **geometry(parameters),
+        max_position_embeddings=splits["train"]["points"].shape[1], **classes_of, **geometry(parameters),
     )  # fmt: skip
     stream = ShuffledBatches(splits["train"], parameters["batch_size"], parameters["seed"])
     return RankEncoderForTokenClassification(config), stream, splits["test"]
@@ -105,9 +112,7 @@ def train_classifier(parameters: Mapping[str, Any], work: Path) -> list[dict[str
         disable_tqdm=True, report_to="none", dataloader_pin_memory=False,
     )  # fmt: skip
     watched = {name: column[:WATCHED] for name, column in held_out.items() if name != "labels"}
-    follow = RankCallback(
-        every=max(1, parameters["steps"] // 10), inputs=watched, metrics=FOLLOWED, per_layer=False
-    )
+    follow = RankCallback(every=max(1, parameters["steps"] // 10), inputs=watched, metrics=FOLLOWED, per_layer=False)
     trainer = BatchTrainer(
         model, arguments, stream, callbacks=[follow],
         optimizers=(optimizer, warmup_cosine(optimizer, parameters["steps"])),

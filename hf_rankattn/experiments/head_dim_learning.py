@@ -9,12 +9,21 @@ from .runner import Claim
 
 
 NAME = "head-dim-learning"
-SHOWS = "accuracy and map rank against qk_rank after training, on token retrieval and on images, with and without QK-norm"
+SHOWS = (
+    "accuracy and map rank against qk_rank after training, on token retrieval and on images, with and without QK-norm"
+)
 REVISION = 1
 SOURCE = "A Rank Perspective"
 
-RETRIEVAL = {"task": "token_retrieval", "num_values": 8, "layers": 1, "heads": 1, "learning_rate": 3e-3, "held_out": 256}
-IMAGES = {"task": "images", "layers": 1, "heads": 1, "learning_rate": 3e-3}
+RETRIEVAL = {
+    "task": "token_retrieval",
+    "num_values": 8,
+    "layers": 1,
+    "heads": 1,
+    "learning_rate": 3e-3,
+    "held_out": 256,
+}
+IMAGES = {"task": "images", "layers": 2, "heads": 2, "learning_rate": 3e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
         "ranks": [1, 8], "seeds": 1,
@@ -24,13 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "laptop": {
         "ranks": [1, 2, 4, 8, 16, 32], "seeds": 2,
-        "retrieval": {"n": [32, 64, 128], "hidden": 64, "steps": 400, "batch_size": 64},
-        "digits": {"patch": 1, "size": 8, "train_rows": 1500, "hidden": 32, "steps": 500, "batch_size": 64},
+        "retrieval": {"n": [16, 32, 64], "hidden": 64, "steps": 400, "batch_size": 64},
+        "digits": {"patch": 2, "size": 8, "train_rows": 1500, "hidden": 64, "steps": 600, "batch_size": 32},
         "images": {"patch": 4, "size": 32, "train_rows": 5000, "hidden": 64, "steps": 1000, "batch_size": 64},
     },
     "paper": {
         "ranks": [1, 2, 4, 8, 16, 32, 64, 128, 192], "seeds": 5,
-        "retrieval": {"n": [32, 64, 128, 256, 512], "hidden": 256, "steps": 4000, "batch_size": 128},
+        "retrieval": {"n": [16, 32, 64, 128, 256], "hidden": 256, "steps": 8000, "batch_size": 128},
         "digits": {"patch": 1, "size": 8, "train_rows": 1500, "hidden": 64, "steps": 4000, "batch_size": 64},
         "images": {"patch": 2, "size": 32, "train_rows": 50_000, "hidden": 256, "steps": 20_000, "batch_size": 128},
     },
@@ -104,7 +113,8 @@ def claims(table, scale: str) -> Sequence[Claim]:
                 f"{data}, {FORMS[form]}: accuracy after training stops growing at about the width where map rank does",
                 f"{SOURCE}, accuracy saturates with rank",
                 "at about the same head dimension",
-                how + f"90 % of the best from width {at['accuracy']:.1f} (accuracy), {at['argmax_coverage']:.1f} (argmax "
+                how
+                + f"90 % of the best from width {at['accuracy']:.1f} (accuracy), {at['argmax_coverage']:.1f} (argmax "
                 f"coverage), {at['effective_rank']:.1f} (effective rank)",
                 bool(rises and 0.5 <= ratio <= 2) if rises else None,
                 "" if rises else "Accuracy hardly depends on the width here, so there is nothing to saturate.",

@@ -98,7 +98,9 @@ def decode(rows: "datasets.Dataset", size: int) -> tuple[np.ndarray, np.ndarray]
         raise ValueError(
             f"a dataset of images needs a column of images and one of classes; there are {', '.join(rows.features)}."
         )
-    images = [np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float64) / 255 for image in rows[pictures[0]]]
+    images = [
+        np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float64) / 255 for image in rows[pictures[0]]
+    ]
     return np.stack(images), np.array(rows[labels[0]])
 
 

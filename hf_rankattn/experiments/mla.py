@@ -64,7 +64,9 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     from .random_maps import map_metrics, mean_metrics, soft_map
 
     model = latent_attention(parameters)
-    ids = torch.from_numpy(np.random.default_rng(parameters["seed"]).permutation(4 * parameters["n"])[: parameters["n"]])
+    ids = torch.from_numpy(
+        np.random.default_rng(parameters["seed"]).permutation(4 * parameters["n"])[: parameters["n"]]
+    )
     shown: list[tuple[torch.Tensor, torch.Tensor]] = []
     with evaluating(model), recording(model, lambda query, key: shown.append((query[0], key[0]))):
         model(ids[None])
@@ -123,7 +125,11 @@ def claims(table, scale: str) -> Sequence[Claim]:
     checked = table[table.kind != "sweep"]
     fits = (checked.form_rank == checked.form_rule) & (checked.logit_rank == checked.head_rule)
     swept = table[table.kind == "sweep"]
-    fits_all = (table.form_rank == table.form_rule) & (table.logit_rank == table.head_rule) & (table.key_rank == table.keys_rule)
+    fits_all = (
+        (table.form_rank == table.form_rule)
+        & (table.logit_rank == table.head_rule)
+        & (table.key_rank == table.keys_rule)
+    )
     content = checked.logit_rank > checked.form_rank
     found = [
         Claim(
@@ -143,7 +149,8 @@ def claims(table, scale: str) -> Sequence[Claim]:
             "ours",
             "",
             ", ".join(
-                f"{row.logit_rank} against {row.form_rank}" for row in checked[content].drop_duplicates("logit_rank").itertuples()
+                f"{row.logit_rank} against {row.form_rank}"
+                for row in checked[content].drop_duplicates("logit_rank").itertuples()
             )
             or "no narrow latent here",
             bool(content.any()),

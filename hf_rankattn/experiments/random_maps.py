@@ -47,10 +47,10 @@ def hard_columns(
 ) -> int:
     """How many columns n queries hit when each takes its best key; with free keys every score is a draw of its own."""
     hit = torch.zeros(n, dtype=torch.bool)
-    query, key = (None, None) if keys == "free" else random_heads(n, width, keys, rng)
+    heads = None if keys == "free" else tuple(random_heads(n, width, keys, rng))
     for start in range(0, n, ROWS):
         rows = torch.arange(start, min(start + ROWS, n))
-        scores = torch.randn(len(rows), n, generator=rng) if query is None else query[rows] @ key.T
+        scores = torch.randn(len(rows), n, generator=rng) if heads is None else heads[0][rows] @ heads[1].T
         seen = allowed(rows, n, mask, window)
         if seen is not None:
             scores.masked_fill_(~seen, -math.inf)

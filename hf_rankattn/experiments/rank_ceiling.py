@@ -10,7 +10,9 @@ from .runner import Claim
 
 
 NAME = "rank-ceiling"
-SHOWS = "rank of random attention maps against head width: hard and soft, free, causal, windowed, with and without QK-norm"
+SHOWS = (
+    "rank of random attention maps against head width: hard and soft, free, causal, windowed, with and without QK-norm"
+)
 REVISION = 1
 SOURCE = "A Rank Perspective"
 
@@ -212,7 +214,13 @@ def figures(table, scale: str):
 
 
 def claims(table, scale: str) -> Sequence[Claim]:
-    return [*ceiling_claims(table), *masked_claims(table), *width_claims(table), *paper_claims(table), *soft_claims(table)]
+    return [
+        *ceiling_claims(table),
+        *masked_claims(table),
+        *width_claims(table),
+        *paper_claims(table),
+        *soft_claims(table),
+    ]
 
 
 def ceiling_claims(table) -> Sequence[Claim]:
@@ -364,7 +372,9 @@ def soft_claims(table) -> Sequence[Claim]:
             "At the usual sharpness (logits of deviation 1) softmax maps have full rank at float32 tolerance",
             "ours; against the barrier as published",
             "0.63 n",
-            ", ".join(f"n {n}: {one[n].rank_float32 / n:.3f}, at tolerance 0.1 {one[n]['rank_0.1'] / n:.2f}" for n in sizes),
+            ", ".join(
+                f"n {n}: {one[n].rank_float32 / n:.3f}, at tolerance 0.1 {one[n]['rank_0.1'] / n:.2f}" for n in sizes
+            ),
             bool(all(one[n].rank_float32 >= 0.99 * n for n in sizes)),
             "A rank of soft maps is a statement about a tolerance.",
         ),
@@ -383,7 +393,9 @@ def soft_claims(table) -> Sequence[Claim]:
             "ours",
             f"{math.exp(0.25):.3f}, {edge:.4f} (s 0.5, n {sizes[-1]})",
             f"{stable.stable_rank:.3f}, {stable.second_singular:.4f}",
-            bool(abs(stable.stable_rank / math.exp(0.25) - 1) < 0.02 and abs(stable.second_singular / edge - 1) < 0.07),
+            bool(
+                abs(stable.stable_rank / math.exp(0.25) - 1) < 0.02 and abs(stable.second_singular / edge - 1) < 0.07
+            ),
         ),
         Claim(
             f"Very soft maps (deviation {SOFT}) have the rank of a polynomial: C(width + 7, 7) at float64 tolerance",

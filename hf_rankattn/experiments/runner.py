@@ -91,6 +91,8 @@ EXPERIMENTS = {
     "saturation": "saturation",
     "head-dim-learning": "head_dim_learning",
     "mla": "mla",
+    "families": "families",
+    "convert": "convert",
 }
 
 

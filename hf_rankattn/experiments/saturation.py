@@ -187,7 +187,11 @@ def claims(table, scale: str) -> Sequence[Claim]:
                 bool(error < 0.12),
             )
         )
-    unit = widths[(widths.kind == "hard") & (widths["keys"] == "unit") & (widths.reached == 0.9)].groupby("n")["width"].mean()
+    unit = (
+        widths[(widths.kind == "hard") & (widths["keys"] == "unit") & (widths.reached == 0.9)]
+        .groupby("n")["width"]
+        .mean()
+    )
     found.append(
         Claim(
             "With keys of unit length (QK-norm) the width of 90 % of the ceiling does not depend on n",

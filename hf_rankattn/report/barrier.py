@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from .benefits import STYLES
 from .plots import new_figure, published_table
 
 
@@ -141,7 +140,9 @@ def draw_paper(axis: "Axes", rows: pd.DataFrame) -> None:
     width_axis(axis, means.index.get_level_values("width"))
     axis.set_ylim(0, 1.05)
     axis.set_ylabel("numerical rank / n")
-    axis.set_title(f"n = {n}, model width {int(rows.model_width.iloc[0])}, W ~ N(0,1), logits / sqrt(width)", fontsize=10)
+    axis.set_title(
+        f"n = {n}, model width {int(rows.model_width.iloc[0])}, W ~ N(0,1), logits / sqrt(width)", fontsize=10
+    )
     beside(axis)
 
 
@@ -156,7 +157,14 @@ def draw_sharpness(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.plot(causal.index, causal.effective_rank / n, **style(7), label="effective rank, causal")
     freezing = math.sqrt(2 * math.log(n))
     axis.axvline(freezing, color="0.35", linewidth=0.9, linestyle=":")
-    axis.annotate("freezing,\nsqrt(2 ln n)", (freezing, 0.02), fontsize=7, color="0.25", xytext=(3, 0), textcoords="offset points")
+    axis.annotate(
+        "freezing,\nsqrt(2 ln n)",
+        (freezing, 0.02),
+        fontsize=7,
+        color="0.25",
+        xytext=(3, 0),
+        textcoords="offset points",
+    )
     level(axis, 1 - 1 / math.e, "hard: 0.632", 0.99, above=False)
     level(axis, 0.5, "causal, hard: 0.50", 0.99, above=False)
     axis.set_xscale("log")
@@ -288,7 +296,12 @@ def draw_widths(axis: "Axes", hard: pd.DataFrame) -> None:
     for place, (reached, column) in enumerate(((0.5, "d50"), (0.75, "d75"), (0.9, "d90"))):
         rows = hard[(hard.reached == reached) & (hard["keys"] == "gaussian")].groupby("n").mean(numeric_only=True)
         look = style((0, 5, 6)[place])
-        axis.plot(rows.index, rows["width"], **look | {"linestyle": "none"}, label=f"{reached:.0%} of the ceiling, Gaussian keys")
+        axis.plot(
+            rows.index,
+            rows["width"],
+            **look | {"linestyle": "none"},
+            label=f"{reached:.0%} of the ceiling, Gaussian keys",
+        )
         axis.plot(
             earlier.index, earlier[column], look["marker"], color=look["color"], markerfacecolor="none", markersize=9,
             linestyle="none",
@@ -298,7 +311,9 @@ def draw_widths(axis: "Axes", hard: pd.DataFrame) -> None:
             axis.plot(rows.index, square * rows.half_m4, "-", color=look["color"], linewidth=0.9)
             axis.plot(rows.index, log * rows.log_n, ":", color=look["color"], linewidth=0.9)
     unit = hard[(hard.reached == 0.9) & (hard["keys"] == "unit")].groupby("n")["width"].mean()
-    axis.plot(unit.index, unit, **style(8) | {"linestyle": "--"}, markerfacecolor="white", label="90 %, unit keys (QK-norm)")
+    axis.plot(
+        unit.index, unit, **style(8) | {"linestyle": "--"}, markerfacecolor="white", label="90 %, unit keys (QK-norm)"
+    )
     axis.plot([], [], "o", color="0.3", markerfacecolor="none", markersize=9, label="hollow: earlier simulation")
     axis.plot([], [], "-", color="0.3", linewidth=0.9, label="m^4/2 ~ 2 (ln n)^2, through the last point")
     axis.plot([], [], ":", color="0.3", linewidth=0.9, label="ln n (published), through the last point")
@@ -355,10 +370,16 @@ def draw_soft_widths(axis: "Axes", soft: pd.DataFrame) -> None:
         name = "QK-norm" if keys == "unit" else "Gaussian keys"
         face = "white" if keys == "unit" else None
         look = style((0, 1, 6, 7)[place])
-        axis.plot(points.index, points["width"], **look, markerfacecolor=face, label=f"deviation {sharpness:g}, {name}")
+        axis.plot(
+            points.index, points["width"], **look, markerfacecolor=face, label=f"deviation {sharpness:g}, {name}"
+        )
         if keys == "unit":
             axis.plot(
-                points.index, points["width"].iloc[0] / points.log_n.iloc[0] * points.log_n, ":", color="0.4", linewidth=0.9
+                points.index,
+                points["width"].iloc[0] / points.log_n.iloc[0] * points.log_n,
+                ":",
+                color="0.4",
+                linewidth=0.9,
             )
     axis.plot([], [], ":", color="0.4", linewidth=0.9, label="ln n, through the first point")
     size_axis(axis, soft.n)

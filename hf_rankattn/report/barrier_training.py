@@ -33,11 +33,19 @@ def learning_figure(table: pd.DataFrame) -> "Figure":
                 groups = end[end.form == form].groupby("qk_rank")[measure].agg(["mean", "min", "max"]) / scale
                 look = style(place)
                 axis.plot(groups.index, groups["mean"], **look, markerfacecolor=face, label=f"{label}, trained")
-                axis.fill_between(groups.index, groups["min"], groups["max"], color=look["color"], alpha=0.15, linewidth=0)
+                axis.fill_between(
+                    groups.index, groups["min"], groups["max"], color=look["color"], alpha=0.15, linewidth=0
+                )
                 if measure != "accuracy":
                     before = fresh[fresh.form == form].groupby("qk_rank")[measure].mean() / n
                     axis.plot(
-                        before.index, before, ":", color=look["color"], linewidth=0.9, marker=".", label=f"{label}, fresh"
+                        before.index,
+                        before,
+                        ":",
+                        color=look["color"],
+                        linewidth=0.9,
+                        marker=".",
+                        label=f"{label}, fresh",
                     )
             if measure != "accuracy":
                 level(axis, 0.632, "0.63 n: free hard choice", 0.99)
@@ -46,12 +54,15 @@ def learning_figure(table: pd.DataFrame) -> "Figure":
             axis.set_ylabel(name)
             axis.set_title(data, fontsize=10)
         beside(line[-1])
-    first = table.iloc[0]
     seeds = table.seed.nunique()
+    shapes = "; ".join(
+        f"{'rank BERT' if task == 'token_retrieval' else 'rank encoder'} on {'token retrieval' if task == 'token_retrieval' else 'images'}: "
+        f"{int(first.layers)} layer(s) of {int(first.heads)} head(s), width {int(first.hidden)}, {int(first.steps)} steps"
+        for task, first in ((task, rows.iloc[0]) for task, rows in table.groupby("task", sort=False))
+    )
     figure.suptitle("Does accuracy stop growing where map rank does?", fontsize=12)
     figure.supxlabel(
-        f"one layer, one head; lines: mean of {seeds} seed(s), bands: least to largest; token retrieval: rank BERT of width "
-        f"{int(first.hidden)}, {int(first.steps)} steps",
+        f"lines: mean of {seeds} seed(s), bands: least to largest. {shapes}",
         fontsize=8, color="0.3",
     )  # fmt: skip
     return figure
@@ -83,4 +94,38 @@ def trace_figure(table: pd.DataFrame) -> "Figure":
             axis.grid(True, color="0.92")
         beside(line[-1])
     figure.suptitle("What training does to attention maps", fontsize=12)
+    return figure
+
+
+def convert_figure(table: pd.DataFrame) -> "Figure":
+    """Quality against rank, a line a way; and how many directions weights and logits use, head by head."""
+    curves, energy = table[table.what == "curve"], table[table.what == "energy"]
+    width = int(table["width"].iloc[0])
+    figure, axes = new_figure(1, 2 if len(energy) else 1, 12.0 if len(energy) else 6.5, 4.8)
+    left = axes[0, 0]
+    for place, (way, rows) in enumerate(curves.groupby("way", sort=False)):
+        points = rows.groupby("rank").embedding_cosine.mean()
+        left.plot(points.index, points, **style((6, 1, 8)[place]), label=way)
+    left.axvline(width, color="0.35", linewidth=0.9, linestyle=(0, (5, 3)))
+    left.annotate("as it was", (width, 0.02), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, ha="right")
+    left.set_xticks(sorted({int(rank) for rank in curves["rank"]}))
+    left.set_xlabel("query-key rank of a head")
+    left.set_ylabel("cosine to the original's mean-pooled embedding")
+    left.grid(True, color="0.92")
+    left.legend(fontsize=8, loc="lower right", bbox_to_anchor=(0.95, 0.0))
+    if len(energy):
+        right = axes[0, 1]
+        for place, (of, rows) in enumerate(energy.groupby("of")):
+            share = rows.energy_rank.sort_values().to_numpy()
+            heads = [100 * (number + 1) / len(share) for number in range(len(share))]
+            name = "row-centred logits on text" if of == "logits" else "weights W_Q W_K^T"
+            right.plot(share, heads, **style((0, 6)[place]) | {"markersize": 3}, label=name)
+        right.set_xlim(0, width)
+        right.set_xlabel(f"directions for 90 % of the energy (of {width})")
+        right.set_ylabel("heads that need no more (%)")
+        right.grid(True, color="0.92")
+        right.legend(fontsize=8, loc="upper left")
+    source = str(table.checkpoint.iloc[0])
+    name = "a small BERT trained on the package's text" if source == "own" else source.rstrip("/").split("/")[-1]
+    figure.suptitle(f"How far can the query-key rank be cut? {name}", fontsize=12)
     return figure
