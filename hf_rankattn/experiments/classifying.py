@@ -81,7 +81,7 @@ def pictures(parameters: Mapping[str, Any]) -> tuple[PreTrainedModel, IterableDa
         labels = torch.from_numpy(classes).long()[:, None].expand(-1, points.shape[1]).contiguous()
         splits[split] = {"points": points, "labels": labels}
     torch.manual_seed(parameters["seed"])
-    classes_of = {"num_labels": int(found["train"][1].max()) + 1}
+    classes_of: dict[str, Any] = {"num_labels": int(found["train"][1].max()) + 1}
     config = RankEncoderConfig(
         input_dim=splits["train"]["points"].shape[-1], input_map="linear", position="additive", norm="layer",
         max_position_embeddings=splits["train"]["points"].shape[1], **classes_of, **geometry(parameters),
@@ -112,7 +112,8 @@ def train_classifier(parameters: Mapping[str, Any], work: Path) -> list[dict[str
         disable_tqdm=True, report_to="none", dataloader_pin_memory=False,
     )  # fmt: skip
     watched = {name: column[:WATCHED] for name, column in held_out.items() if name != "labels"}
-    follow = RankCallback(every=max(1, parameters["steps"] // 10), inputs=watched, metrics=FOLLOWED, per_layer=False)
+    every = max(1, parameters["steps"] // parameters.get("measured", 10))
+    follow = RankCallback(every=every, inputs=watched, metrics=FOLLOWED, per_layer=False)
     trainer = BatchTrainer(
         model, arguments, stream, callbacks=[follow],
         optimizers=(optimizer, warmup_cosine(optimizer, parameters["steps"])),

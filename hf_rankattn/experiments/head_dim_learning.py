@@ -27,12 +27,12 @@ IMAGES = {"task": "images", "layers": 2, "heads": 2, "learning_rate": 3e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
         "ranks": [1, 8], "seeds": 1,
-        "retrieval": {"n": [16], "hidden": 32, "steps": 30, "batch_size": 32},
-        "digits": {"patch": 2, "size": 8, "train_rows": 500, "hidden": 32, "steps": 20, "batch_size": 32},
-        "images": {"patch": 4, "size": 16, "train_rows": 500, "hidden": 32, "steps": 20, "batch_size": 32},
+        "retrieval": {"n": [16], "hidden": 32, "steps": 12, "batch_size": 16, "measured": 2},
+        "digits": {"patch": 2, "size": 8, "train_rows": 500, "hidden": 32, "steps": 8, "batch_size": 16, "measured": 2},
+        "images": {"patch": 4, "size": 16, "train_rows": 500, "hidden": 32, "steps": 8, "batch_size": 16, "measured": 2},
     },
     "laptop": {
-        "ranks": [1, 2, 4, 8, 16, 32], "seeds": 2,
+        "ranks": [1, 2, 4, 8, 16], "seeds": 1,
         "retrieval": {"n": [16, 32, 64], "hidden": 64, "steps": 400, "batch_size": 64},
         "digits": {"patch": 2, "size": 8, "train_rows": 1500, "hidden": 64, "steps": 600, "batch_size": 32},
         "images": {"patch": 4, "size": 32, "train_rows": 5000, "hidden": 64, "steps": 1000, "batch_size": 64},
