@@ -122,6 +122,9 @@ def figures(table, scale: str):
 
 
 def claims(table, scale: str) -> Sequence[Claim]:
+    from ..theory import saturation_width
+    from .saturation import crossing
+
     checked = table[table.kind != "sweep"]
     fits = (checked.form_rank == checked.form_rule) & (checked.logit_rank == checked.head_rule)
     swept = table[table.kind == "sweep"]
@@ -174,14 +177,18 @@ def claims(table, scale: str) -> Sequence[Claim]:
             )
         )
     kv = swept[swept.swept == "kv"].groupby("kv")[column].mean() / n
+    widths = [int(width) for width in kv.index]
+    reached = [crossing(widths, kv.tolist(), share * kv.iloc[-1]) or float("nan") for share in (0.5, 0.75, 0.9)]
+    ordinary = [saturation_width(n, share) for share in (0.5, 0.75, 0.9)]
     found.append(
         Claim(
-            "A latent far narrower than the content width of a head already gives most of the rank",
+            "Rank saturates in kv_lora_rank, far below the widths that are used",
             f"{SOURCE}, model-reduction effect for MLA",
             "",
-            f"kv_lora_rank {int(kv.index[0])}: {kv.iloc[0]:.2f} n, {int(kv.index[-1])}: {kv.iloc[-1]:.2f} n",
-            bool((kv[kv.index <= 16] > 0.85 * kv.iloc[-1]).any()),
-            "The rotary part and the norm of the latent help: keys made from a normed latent have lengths that are alike.",
+            f"half, 75 % and 90 % of the rank at {widths[-1]} from {reached[0]:.0f}, {reached[1]:.0f} and {reached[2]:.0f} on",
+            bool(reached[2] < widths[-1] / 2),
+            f"No earlier than ordinary heads, which by the mean-field law need widths of {ordinary[0]:.0f}, {ordinary[1]:.0f} and "
+            f"{ordinary[2]:.0f} for these shares of the ceiling at n = {n}.",
         )
     )
     for row in table[table.kind == "v3"].groupby("n").mean(numeric_only=True).reset_index().itertuples():

@@ -104,13 +104,9 @@ def draw_masks(axis: "Axes", rows: pd.DataFrame) -> None:
             points = part[part["keys"] == keys].groupby("width").coverage.mean()
             label = name if keys == "gaussian" else None
             axis.plot(points.index, points, **look | {"linewidth": 0.8}, markerfacecolor=face, label=label)
-        ceiling = part.ceiling.iloc[0]
-        axis.axhline(ceiling, color=look["color"], linewidth=0.8, linestyle=(0, (5, 3)))
-        side = 0.99 if mask == "window" else 0.01
-        axis.annotate(
-            f"{name}: {ceiling:.3f}", (side, ceiling), xycoords=("axes fraction", "data"), fontsize=7,
-            ha="left" if side < 0.5 else "right", va="top" if mask == "window" and place % 2 else "bottom",
-            color=look["color"],
+        axis.axhline(
+            part.ceiling.iloc[0], color=look["color"], linewidth=0.8, linestyle=(0, (5, 3)),
+            label=f"{name}: ceiling {part.ceiling.iloc[0]:.3f}",
         )  # fmt: skip
     width_axis(axis, rows[rows["keys"] == "gaussian"]["width"])
     axis.set_ylim(0, 0.75)
@@ -165,8 +161,8 @@ def draw_sharpness(axis: "Axes", rows: pd.DataFrame) -> None:
         xytext=(3, 0),
         textcoords="offset points",
     )
-    level(axis, 1 - 1 / math.e, "hard: 0.632", 0.99, above=False)
-    level(axis, 0.5, "causal, hard: 0.50", 0.99, above=False)
+    axis.axhline(1 - 1 / math.e, color="0.35", linewidth=0.9, linestyle=(0, (5, 3)), label="0.63 n: hard (published)")
+    axis.axhline(0.5, color="0.35", linewidth=0.9, linestyle=(0, (1, 1)), label="0.50 n: hard, causal")
     axis.set_xscale("log")
     axis.set_ylim(0, 1.05)
     axis.set_xlabel("standard deviation of the logits (1 is the usual initialisation at its most)")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from .barrier import level, style, width_axis
+from .barrier import style, width_axis
 from .plots import new_figure, published_table
 
 
@@ -35,8 +35,8 @@ def mla_figure(table: pd.DataFrame) -> "Figure":
         for column, label, place in curves:
             values = part.groupby(swept)[column].mean() / n
             axis.plot(values.index, values, **style(place), label=label)
-        level(axis, 0.632, "0.63 n")
-        level(axis, 0.5, "0.50 n: causal")
+        axis.axhline(0.632, color="0.35", linewidth=0.9, linestyle=(0, (5, 3)), label="0.63 n: free hard choice")
+        axis.axhline(0.5, color="0.35", linewidth=0.9, linestyle=(0, (1, 1)), label="0.50 n: causal hard choice")
         width_axis(axis, part[swept], name)
         others = ", ".join(f"{SWEPT[key]} {int(part[key].iloc[0])}" for key in SWEPT if key != swept)
         axis.set_title(f"{others}, qk_rope_head_dim {int(part.rope.iloc[0])}, n {n}", fontsize=9)

@@ -126,6 +126,6 @@ def convert_figure(table: pd.DataFrame) -> "Figure":
         right.grid(True, color="0.92")
         right.legend(fontsize=8, loc="upper left")
     source = str(table.checkpoint.iloc[0])
-    name = "a small BERT trained on the package's text" if source == "own" else source.rstrip("/").split("/")[-1]
+    name = "a small BERT of random weights, logits sharp" if source == "own" else source.rstrip("/").split("/")[-1]
     figure.suptitle(f"How far can the query-key rank be cut? {name}", fontsize=12)
     return figure
