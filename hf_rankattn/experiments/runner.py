@@ -93,6 +93,12 @@ EXPERIMENTS = {
     "attention-products": "attention_products",
     "path-effectiveness": "path_effectiveness",
     "circle": "circle",
+    "rank-ceiling": "rank_ceiling",
+    "saturation": "saturation",
+    "head-dim-learning": "head_dim_learning",
+    "mla": "mla",
+    "families": "families",
+    "convert": "convert",
 }
 
 

@@ -60,7 +60,7 @@ class LayerLogits:
 
 
 @contextmanager
-def recording(model: PreTrainedModel, record: LayerLogits) -> Iterator[None]:
+def recording(model: PreTrainedModel, record: Record) -> Iterator[None]:
     """Send queries and keys to `record` while the model runs, by the attention interface or by the family's own way."""
     family = family_of(model)
     with ExitStack() as stack:
