@@ -51,7 +51,7 @@ ReturnToService=2
 OverTimeLimit=0
 KillWait=5
 JobRequeue=0
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={megabytes} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -125,6 +125,7 @@ def slurm_node(requeue_seconds: int = 5) -> Iterator[SlurmNode]:
                 user=getpass.getuser(),
                 folder=folder,
                 cpus=os.cpu_count(),
+                megabytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**21,
                 requeue_seconds=requeue_seconds,
             )
         )

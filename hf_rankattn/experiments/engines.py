@@ -80,8 +80,12 @@ def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report
     waiting = sorted(cells, key=lambda cell: -cell.cost)
     if workers == 0:
         for cell in waiting:
-            run(cell)
-            report(cell, None)
+            try:
+                run(cell)
+            except Exception as error:
+                report(cell, error)
+            else:
+                report(cell, None)
         return
     workers = min(workers or cores(), len(waiting))
     context = get_context("spawn")  # a forked process would share the threads of torch, and hang
@@ -216,7 +220,7 @@ def submit_jobs(
             raise ValueError(
                 f"Slurm did not take {len(parts)} jobs of {chosen['minutes']} minutes in the "
                 f"{'partition ' + str(chosen['partition']) if chosen['partition'] else 'default partition'}: "
-                f"{' '.join(str(error).split())}. Mend the options of the engine; a larger cells_per_job makes fewer jobs."
+                f"{' '.join(str(error).split())}. Mend the engine's options, or SBATCH_ variables; a larger cells_per_job makes fewer jobs."
             ) from None
     return list(zip(jobs, parts, strict=True))
 
