@@ -58,7 +58,6 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
                 training_cell(
                     labels,
                     **training,
-                    layers=layers,
                     heads=heads,
                     rank=axis["rank"],
                     qk_norm=axis["form"] == "qk_norm",
