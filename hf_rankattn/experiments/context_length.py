@@ -21,7 +21,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "laptop": {
         "points": [4, 8, 16, 32], "ranks": [16, 8, 1], "multiple": 1, "forms": list(FORMS), "seeds": 2,
-        "training": {"dim": 16, "intermediate": 128, "steps": 1000, "batch_size": 64, "held_out_rows": 1024},
+        "training": {
+            "dim": 16, "intermediate": 128, "steps": 800, "batch_size": 64, "learning_rate": 0.005, "held_out_rows": 1024,
+        },
     },
     "paper": {
         "points": [4, 16, 64, 256], "ranks": [64, 32, 16, 8, 1], "multiple": 64, "forms": list(FORMS), "seeds": 5,

@@ -21,7 +21,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "laptop": {
         "layers": [1, 3], "ranks": [16, 8, 1], "multiple": 2, "forms": ["original"], "seeds": 2,
-        "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 800, "batch_size": 128},
+        "training": {
+            "dim": 16, "num_points": 8, "intermediate": 128, "steps": 800, "batch_size": 128, "learning_rate": 0.005,
+        },
     },
     "paper": {
         "layers": [1, 3], "ranks": [64, 32, 16, 8, 4, 2, 1], "multiple": 8, "forms": list(FORMS), "seeds": 5,

@@ -70,7 +70,7 @@ def rank_axis(axis: "Axes", shares) -> None:
 def finish(figure: "Figure", axes: np.ndarray, title: str, note: str) -> "Figure":
     for row in axes:
         row[0].set_ylabel("squared error per point, held out")
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=11)
     figure.supxlabel(note, fontsize=8, color="0.3")
     return figure
 
@@ -107,7 +107,7 @@ def rank_separation_figure(table: pd.DataFrame) -> "Figure":
             axis.set_title(f"{layers} layer{'s' if layers > 1 else ''}: {FORM_TITLES[form]}", fontsize=9)
     axes[0, 0].legend(fontsize=8, loc="lower left")
     points = int(table.num_points.iloc[0])
-    title = f"Farthest of {points} points, heads of several ranks at one budget ({setting_of(table)})"
+    title = f"Farthest of {points} points, heads of several ranks at one budget\n({setting_of(table)})"
     return finish(figure, axes, title, NOTE + ("; the same published values in all rows" if len(forms) > 1 else ""))
 
 
@@ -136,7 +136,7 @@ def context_length_figure(table: pd.DataFrame) -> "Figure":
         rank_axis(axis, shares)
         axis.set_title(FORM_TITLES[form], fontsize=9)
     axes[0, 0].legend(fontsize=8, loc="lower left")
-    return finish(figure, axes, f"Farthest of N points, two layers ({setting_of(table)})", NOTE)
+    return finish(figure, axes, f"Farthest of N points, two layers\n({setting_of(table)})", NOTE)
 
 
 def positions_figure(table: pd.DataFrame) -> "Figure":
@@ -158,7 +158,7 @@ def positions_figure(table: pd.DataFrame) -> "Figure":
             axis.set_title(f"{layers} layer{'s' if layers > 1 else ''}: {FORM_TITLES[form]}", fontsize=9)
     axes[0, 0].legend(fontsize=8, loc="lower left")
     budget = "published budgets" if table.as_published.any() else "one parameter budget for all three"
-    return finish(figure, axes, f"Positions, {budget} ({setting_of(table)})", NOTE + "; published: unequal budgets")
+    return finish(figure, axes, f"Positions, {budget}\n({setting_of(table)})", NOTE + "; published: unequal budgets")
 
 
 def learned_forms_figure(table: pd.DataFrame) -> "Figure":
@@ -191,7 +191,7 @@ def learned_forms_figure(table: pd.DataFrame) -> "Figure":
         axis.set_xticks(range(len(counts)), [f"{count} head{'s' if count > 1 else ''}" for count in counts])
         axis.grid(True, axis="y", color="0.92")
     left.legend(fontsize=7, loc="lower left")
-    figure.suptitle(f"What full-rank heads learn ({setting_of(table)})", fontsize=12)
+    figure.suptitle(f"What full-rank heads learn\n({setting_of(table)})", fontsize=12)
     return figure
 
 
