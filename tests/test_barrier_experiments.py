@@ -67,7 +67,7 @@ class TestRankCeiling:
         rows = ceilings[(ceilings.kind == "sharpness") & (ceilings["mask"] == "none")].set_index(["n", "sharpness"])
         assert rows.loc[(128, 1.0), "rank_float32"] >= 0.99 * 128
         assert 0.60 < rows.loc[(256, 3000.0), "rank_float32"] / 256 < 0.665
-        assert rows.loc[(256, 0.5), "sceilings_rank"] == pytest.approx(math.exp(0.25), rel=0.02)
+        assert rows.loc[(256, 0.5), "stable_rank"] == pytest.approx(math.exp(0.25), rel=0.02)
 
     def test_scores_without_softmax_have_the_rank_of_the_head(self, ceilings):
         rows = ceilings[ceilings.kind == "paper"]
@@ -147,12 +147,12 @@ class TestFamilies:
 
     def test_fresh_maps_are_nearly_content_free(self, fresh):
         plain = fresh[~fresh.qk_norm.astype(bool) & (fresh.model_type != "qwen3")]
-        assert (plain.sfresh_rank / plain.free_sfresh_rank).between(0.95, 1.1).all()
+        assert (plain.stable_rank / plain.free_stable_rank).between(0.95, 1.1).all()
         n = 32
         reference = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
         singular = np.linalg.svd(reference, compute_uv=False)
         causal = fresh[fresh.causal & (fresh.tokens == n)]
-        assert causal.free_sfresh_rank.to_numpy() == pytest.approx((singular**2).sum() / singular[0] ** 2)
+        assert causal.free_stable_rank.to_numpy() == pytest.approx((singular**2).sum() / singular[0] ** 2)
 
     def test_unit_queries_and_keys_raise_the_rank(self, fresh):
         ranks = fresh.set_index("name").effective_rank

@@ -106,8 +106,7 @@ def convert_figure(table: pd.DataFrame) -> "Figure":
     for place, (way, rows) in enumerate(curves.groupby("way", sort=False)):
         points = rows.groupby("rank").embedding_cosine.mean()
         left.plot(points.index, points, **style((6, 1, 8)[place]), label=way)
-    left.axvline(width, color="0.35", linewidth=0.9, linestyle=(0, (5, 3)))
-    left.annotate("as it was", (width, 0.02), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, ha="right")
+    left.axvline(width, color="0.35", linewidth=0.9, linestyle=(0, (5, 3)), label="rank of the original")
     left.set_xticks(sorted({int(rank) for rank in curves["rank"]}))
     left.set_xlabel("query-key rank of a head")
     left.set_ylabel("cosine to the original's mean-pooled embedding")
