@@ -15,10 +15,10 @@ from ..models import (
     RankEncoderConfig,
     RankEncoderForTokenClassification,
 )
-from ..optimizers import point_optimizer, warmup_cosine
 from ..probe import RankCallback
 from ..tasks.loading import task_builder
 from ..tasks.stream import BatchStream
+from ..training.optimizers import point_optimizer, warmup_cosine
 from .images import load_images, patches
 
 

@@ -11,6 +11,7 @@ from .runner import Claim
 NAME = "convert"
 SHOWS = "quality of a checkpoint against the rank it is cut to, three ways, and how much rank its logits use"
 REVISION = 1
+OPTIONS = ("checkpoint", "text")
 
 # random weights, so large that attention is sharp and its cut is felt; with --checkpoint real ones take their place
 OWN, SHARP = "own", 0.25

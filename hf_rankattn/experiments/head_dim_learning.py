@@ -13,6 +13,7 @@ SHOWS = (
     "accuracy and map rank against qk_rank after training, on token retrieval and on images, with and without QK-norm"
 )
 REVISION = 1
+OPTIONS = ("dataset",)
 SOURCE = "A Rank Perspective"
 
 RETRIEVAL = {
