@@ -40,7 +40,7 @@ def task_claims(task: str, rows: "pd.DataFrame", published: "pd.Series") -> Iter
     as_published = bool(rows.as_published.iloc[0])
     mlp = " with MLPs" if rows.use_mlp.iloc[0] else ""
     yield Claim(
-        f"{title}: the whole model{mlp} solves the task (accuracy, {'published ' if as_published else ''}learning rate {rate:g})",
+        f"{title}: the whole model{mlp} solves the task (accuracy, learning rate {rate:g})",
         FIGURE,
         f"{published.whole:g}",
         f"{whole.mean():.3f} ({whole.min():.3f} to {whole.max():.3f})",
