@@ -217,7 +217,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
                     per_log["unit"].max() / per_log["unit"].min() < 1.25
                     and per_log["gaussian"].iloc[-1] / per_log["gaussian"].iloc[0] > 1.25
                 ),
-                "Width for 75 % of the effective rank of independent logits.",
+                "Width for 75 % of the effective rank of independent logits; at deviation 1 the law holds with neither.",
             )
         )
     return found
