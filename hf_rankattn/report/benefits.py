@@ -52,7 +52,7 @@ def draw_baselines(axis: "Axes", rows: pd.DataFrame) -> None:
         if column in rows and rows[column].notna().any():
             height = rows[column].mean()
             axis.axhline(height, color="0.6", linewidth=0.8, linestyle=(0, (1, 2)))
-            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
             axis.annotate(name, (0.99, height), fontsize=7, color="0.4", **place)
 
 
