@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {"constructed": {16: [17]}, "seeds": 1, "rows": 512, "twins": {"dim": 8, "steps": 60}, "heads": 8},
     "laptop": {
         "constructed": {16: [17, 161, 1601], 64: [65, 641]}, "seeds": 3, "rows": 4096,
-        "twins": {"dim": 16, "steps": 2000}, "heads": 64,
+        "twins": {"dim": 16, "steps": 1000}, "heads": 32,
     },
     "paper": {
         "constructed": {16: [17, 161, 1601], 64: [65, 641, 6401]}, "seeds": 5, "rows": 16384,
