@@ -41,7 +41,6 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
     ]
     for swept in SWEPT:
         for value in setting["values"]:
-            # where the latent of the keys is the smallest width of all, nothing else limits
             found.append({"kind": "sweep", "swept": swept, **shape, **BASE, swept: value})
     if setting["v3"]:
         found.append({"kind": "v3", "swept": None, **setting["v3"], **V3})
