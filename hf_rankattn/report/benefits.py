@@ -330,7 +330,7 @@ def draw_twins(axis: "Axes", twins: pd.DataFrame) -> None:
     for place, (layers, rows) in enumerate(twins.groupby("layers")):
         axis.plot(np.full(len(rows), place), rows.held_out_error, "o", color="#1b4f72")
         axis.hlines(rows.held_out_error.mean(), place - 0.2, place + 0.2, color="#1b4f72")
-        names.append(f"{layers} layer{'s' if layers > 1 else ''} of {int(rows.heads.iloc[0])} heads")
+        names.append(f"{int(layers)} layer{'s' if layers > 1 else ''} of {int(rows.heads.iloc[0])} heads")
     axis.set_xticks(range(len(names)), names)
     axis.set_xlim(-0.6, len(names) - 0.4)
     axis.set_ylim(bottom=0)
