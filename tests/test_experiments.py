@@ -13,18 +13,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hf_rankattn.experiments import EXPERIMENTS, reproduce, reproduce_all
+from hf_rankattn.experiments import EXPERIMENTS, Claim, reproduce, reproduce_all
+from hf_rankattn.experiments.audit import STATEMENTS, audit_markdown, statement_of
 from hf_rankattn.experiments.engines import CellJob, slurm_options
 from hf_rankattn.experiments.grid import Cell, grid
 from hf_rankattn.experiments.results import ResultFolder
-from hf_rankattn.experiments.runner import claims_markdown, find_experiment
+from hf_rankattn.experiments.runner import find_experiment
 from hf_rankattn.tasks.loading import task_builder
 
 
 TIMES = ["wall_seconds", "finished"]
 # those on the benefits of rank; the others have files of tests of their own
 BENEFITS = [
-    "expansion", "random-features", "rank-separation", "training-speed", "learned-forms", "positions", "context-length",
+    "full-rank-head", "code-faults", "expansion", "random-features", "rank-separation", "training-speed", "learned-forms", "positions", "context-length",
     "depth",
 ]  # fmt: skip
 
@@ -80,7 +81,14 @@ def test_all_claims_stand_in_one_table(smoke):
     listed = json.loads((out / "claims-smoke.json").read_text())
     assert {entry["experiment"] for entry in listed} == set(BENEFITS)
     lines = (out / "claims-smoke.md").read_text().splitlines()
-    assert len(lines) == len(listed) + 2 and all(line.startswith("| ") or line.startswith("|-") for line in lines)
+    rows = [line for line in lines[2:] if not line.startswith("| **")]
+    assert len(rows) == len(listed) and all(line.count(" | ") >= 6 for line in rows)
+
+
+def test_every_claim_is_about_a_statement_of_its_paper(smoke):
+    for outcome in smoke.values():
+        for claim in outcome.claims:
+            assert statement_of(claim)[1].name
 
 
 def test_training_rows_hold_what_a_reader_needs(smoke):
@@ -152,7 +160,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"name": "rank-seperation"}, "the experiments are expansion, random-features"),
+        ({"name": "rank-seperation"}, "the experiments are full-rank-head, expansion"),
         ({"scale": "huge"}, "smoke, laptop, paper"),
         ({"engine": "kubernetes"}, "local, slurm"),
         ({"seeds": 0}, "at least 1"),
@@ -246,11 +254,18 @@ def test_the_measured_error_is_that_of_the_model():
     assert abs(measured_error(*heads, weights, 512, 3) - error) < 1e-4
 
 
-def test_claims_become_markdown():
-    from hf_rankattn.experiments import Claim
-
-    text = claims_markdown([("depth", Claim("a | b", "ours", "", "1", True, "since"))])
-    assert text.splitlines()[-1] == "| `rankattn reproduce depth` | a \\| b | ours | - | 1 | yes: since |"
+def test_the_audit_has_a_row_for_every_claim_and_every_statement():
+    claims = [
+        ("depth", Claim("a | b", "ours", "", "1", True, "since")),
+        ("residuals", Claim("c", "Dong et al., Theorem 2.3; ours", "3", "2.9", False)),
+    ]
+    lines = audit_markdown(claims, complete=False).splitlines()
+    assert lines[-1].endswith("| a \\| b | `depth` | - | 1 | yes | since |")
+    assert lines[3].endswith("| c | `residuals` | 3 | 2.9 | no | - |") and "Theorem 2.3" in lines[3]
+    whole = audit_markdown(claims, complete=True)
+    assert all(statement.untested in whole for paper in STATEMENTS.values() for statement in paper)
+    with pytest.raises(ValueError, match="no statement of a paper has the source 'hearsay'"):
+        statement_of(Claim("d", "hearsay", "", "", None))
 
 
 def test_slurm_jobs_run_cells_and_queue_themselves_again(tmp_path):

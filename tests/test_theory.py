@@ -439,3 +439,42 @@ def test_bad_input_is_a_clear_error(call):
 
 def test_it_is_an_attribute_of_the_package():
     assert hf_rankattn.theory is theory and "theory" in dir(hf_rankattn)
+
+
+class TestVisibleEnergy:
+    """What one head of rank r sees of a target, against the lower bound and against binned simulation."""
+
+    @pytest.mark.parametrize("d, r", [(3, 1), (8, 1), (8, 6), (16, 15)])
+    def test_the_plain_target_agrees_with_the_lower_bound(self, d, r):
+        share, error = theory.visible_energy(d, r, draws=20_000)
+        assert abs(share - (1 - 2 * theory.lower_bound(d, r, 1))) < 4 * error < 0.04
+
+    @pytest.mark.parametrize("biased", [False, True])
+    @pytest.mark.parametrize("r", [1, 2])
+    def test_the_conditional_mean_is_that_of_many_draws_of_what_is_hidden(self, r, biased):
+        """The naive way: for each draw of what the head sees, draw the rest a few thousand times."""
+        d, rng = 3, np.random.default_rng(1)
+        squares = []
+        for _ in range(1500):
+            w, y = rng.standard_normal(d), rng.standard_normal(d) * np.sqrt(d)
+            w *= np.sqrt(2) / np.linalg.norm(w)
+            hidden = rng.standard_normal((2, 2000, d - r))
+            hidden *= np.linalg.norm(w[r:]) / np.linalg.norm(hidden, axis=-1, keepdims=True)
+            z = w[:r] @ y[:r] + hidden @ y[r:]
+            wave = np.where(np.floor(z) % 2 == 0, 1.0, -1.0) if biased else np.sign(z)
+            # two independent halves, as the square of one mean would be too large by its own noise
+            squares.append(np.prod(wave.mean(axis=1)))
+        share, error = theory.visible_energy(d, r, biased=biased, draws=20_000)
+        assert abs(share - np.mean(squares)) < 4 * np.hypot(error, np.std(squares) / np.sqrt(len(squares)))
+
+    def test_known_values_of_the_biased_target(self):
+        shares = [theory.visible_energy(8, r, biased=True, draws=20_000)[0] for r in (1, 4, 6, 7)]
+        assert shares[0] < 1e-4 and shares[1] < 0.005
+        assert abs(shares[2] - 0.086) < 0.01 and abs(shares[3] - 0.542) < 0.02
+        assert theory.visible_energy(8, 8, biased=True) == (1.0, 0.0)
+
+    def test_bad_input(self):
+        with pytest.raises(ValueError, match="at most d=8, got 9"):
+            theory.visible_energy(8, 9)
+        with pytest.raises(ValueError):
+            theory.visible_energy(8, 2, draws=1)

@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "laptop": {
         "points": [4, 8, 16, 32], "ranks": [16, 8, 1], "multiple": 1, "forms": list(FORMS), "seeds": 2,
         "training": {
-            "dim": 16, "intermediate": 128, "steps": 800, "batch_size": 64, "learning_rate": 0.005, "held_out_rows": 1024,
+            "dim": 16, "intermediate": 128, "steps": 2000, "batch_size": 64, "learning_rate": 0.005, "held_out_rows": 1024,
         },
     },
     "paper": {
@@ -92,7 +92,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
         found.append(
             Claim(
                 f"Two layers, {form}: the error of heads of half rank grows with the number of points",
-                "Amsel et al., error against rank for several N; Conjecture 8",
+                "Amsel et al., Conjecture 8 (error against rank for several N)",
                 f"N 4: {published[4, 32]:.3g}, N 256: {published[256, 32]:.3g} (d 64)",
                 f"N {shortest}: {errors[shortest, low]:.3g}, N {longest}: {errors[longest, low]:.3g}",
                 bool(grows > 1.5),
@@ -101,7 +101,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
         found.append(
             Claim(
                 f"Two layers, {form}: at the largest N, full rank is at least 4 times better than half rank",
-                "Amsel et al., error against rank for several N",
+                "Amsel et al., context length",
                 f"{published[256, 32]:.3g} / {published[256, 64]:.3g} = {published[256, 32] / published[256, 64]:.0f}",
                 f"{errors[longest, low]:.3g} / {errors[longest, full]:.3g} = {errors[longest, low] / errors[longest, full]:.1f}",
                 bool(errors[longest, low] > 4 * errors[longest, full]),

@@ -200,7 +200,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
         ),
         Claim(
             "The barrier shows in initialised models: numerical rank (tolerance 0.01) and argmax coverage over n, first layer",
-            "A Rank Perspective, checked there on its own initialised models",
+            "A Rank Perspective, initialised models",
             "0.63 n",
             "; ".join(
                 f"{row['name']} {row.numerical_rank / row.tokens:.2f}, {row.argmax_coverage / row.tokens:.2f}"

@@ -137,7 +137,7 @@ def random_claims(ends) -> Sequence[Claim]:
     return [
         Claim(
             "The width at which the rank of random maps saturates is the width that training needs",
-            f"{SOURCE}, model reduction drawn from random weights",
+            f"{SOURCE}, model reduction (drawn from random weights)",
             "",
             "; ".join(f"n {n}: trained {trained[n]:.1f}, random hard maps {random[n]:.0f}" for n in trained),
             bool(all(0.5 <= trained[n] / random[n] <= 2 for n in trained)),

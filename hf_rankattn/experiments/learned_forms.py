@@ -145,6 +145,18 @@ def claims(table, scale: str) -> Sequence[Claim]:
                 "Fewer steps leave more of the random start." if scale != "paper" else "",
             )
         )
+        most = rows[rows.heads == rows.heads.max()]
+        found.append(
+            Claim(
+                f"{form}: fault: the published figure takes W_q W_k^T for the form W_q^T W_k, {int(most.heads.iloc[0])} heads",
+                "Amsel et al., code",
+                "",
+                f"median angle {most.published_angle.median():.1f} and scale {most.published_scale.median():.3g} with it, "
+                f"{most.angle.median():.1f} and {most.scale.median():.3g} without",
+                bool((most.published_scale != most.scale).any()),
+                "Traces are equal, norms are not unless both factors have the same singular vectors.",
+            )
+        )
         if len(one):
             ratio = (one.held_out_error / one.error_of_minus_beta_identity).median()
             found.append(

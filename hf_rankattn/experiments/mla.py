@@ -182,7 +182,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
     found.append(
         Claim(
             "Rank saturates in kv_lora_rank, far below the widths that are used",
-            f"{SOURCE}, model-reduction effect for MLA",
+            f"{SOURCE}, MLA (model reduction)",
             "",
             f"half, 75 % and 90 % of the rank at {widths[-1]} from {reached[0]:.0f}, {reached[1]:.0f} and {reached[2]:.0f} on",
             bool(reached[2] < widths[-1] / 2),

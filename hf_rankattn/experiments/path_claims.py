@@ -95,7 +95,7 @@ def exact_claim(task: str, rows: "pd.DataFrame") -> Claim:
     enough = int((cut >= cut.iloc[-1] - 0.02).idxmax())
     return Claim(
         f"{TITLES[task]}, exact parts of the output: paths through at most half of the layers are as good as all",
-        "Theorem 2.1 on the published tasks; ours",
+        "Dong et al., Theorem 2.1 (on the published tasks; ours)",
         "",
         f"accuracy {listed(cut)} when lengths up to 0, 1, ... are kept: all there from length {enough} on; lengths up to "
         f"{half} make up {share.loc[:half].sum():.0%} of the output",

@@ -145,7 +145,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
     found.append(
         Claim(
             "With skips, a path has the less rank the more heads it goes through",
-            "Dong et al., Section 3",
+            "Dong et al., Section 3, paths",
             "",
             ", ".join(f"{value:.2g}" for value in curve) + f" for lengths 0 to {int(curve.index.max())}",
             bool(curve.is_monotonic_decreasing),

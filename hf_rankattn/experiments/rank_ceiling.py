@@ -232,7 +232,7 @@ def ceiling_claims(table) -> Sequence[Claim]:
     return [
         Claim(
             "Hard attention of independent scores has a rank of 0.63 n, for every n",
-            f"{SOURCE}, low-rank barrier (Theorem 1, occupancy)",
+            f"{SOURCE}, Theorem 1 (occupancy)",
             "0.63 n",
             ", ".join(f"n {n}: {value:.3f}" for n, value in free.items()),
             bool(((free - 0.632).abs() < 0.015).all()),
@@ -287,7 +287,7 @@ def width_claims(table) -> Sequence[Claim]:
     return [
         Claim(
             "The rank of hard maps grows with the width of a head up to its ceiling and not beyond (Gaussian keys)",
-            f"{SOURCE}, rank against head dimension",
+            f"{SOURCE}, Section 2.1 (rank against head dimension)",
             "rises to 0.63 n",
             f"share of the ceiling at width {small} and {widest}: "
             + ", ".join(f"n {n}: {seen.loc[n, small]:.2f}, {seen.loc[n, widest]:.2f}" for n in (sizes[0], sizes[-1])),

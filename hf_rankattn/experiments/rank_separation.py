@@ -100,7 +100,23 @@ def claims(table, scale: str) -> Sequence[Claim]:
                 bool(ratio > 4),
             )
         )
-    return found
+    return [*found, headline()]
+
+
+def headline() -> Claim:
+    """What the paper makes of its own panel; needs all of it, so the published values are all there is to go by."""
+    from ..report.plots import published_table
+
+    values = published_table("rank_separation").set_index(["layers", "budget", "rank"]).value
+    return Claim(
+        "The best low-rank model (5 layers, d^3, rank 32) is no better than the worst full-rank one that converged (1 layer, d^2), "
+        "with 80 times its attention parameters",
+        "Amsel et al., error against rank",
+        f"{values[5, 'd^3', 32]:.4f} against {values[1, 'd^2', 64]:.4f}; 80 times",
+        f"5 layers x 64 = {5 * 64} times, as the code counts",
+        None,
+        "Needs --scale paper. Where the 80 comes from is not known.",
+    )
 
 
 FORM_NAMES = {"original": "original form", "qk_norm": "qk_norm"}

@@ -80,6 +80,7 @@ class Experiment(Protocol):
 
 # name -> module, in the order in which all of them are run
 EXPERIMENTS = {
+    "full-rank-head": "full_rank_head",
     "expansion": "expansion",
     "random-features": "random_features",
     "rank-separation": "rank_separation",
@@ -88,6 +89,7 @@ EXPERIMENTS = {
     "positions": "positions",
     "context-length": "context_length",
     "depth": "depth",
+    "code-faults": "code_faults",
     "residuals": "residuals",
     "path-counts": "path_counts",
     "attention-products": "attention_products",
@@ -248,23 +250,15 @@ def reproduce_all(names: Sequence[str], out: str | Path, **arguments: Any) -> It
         own = {key: value for key, value in options.items() if len(names) == 1 or key in known_options(name)}
         outcomes.append(reproduce(name, out, options=own, **arguments))
         yield outcomes[-1]
+    from .audit import audit_markdown
+
     claims = [(outcome.name, claim) for outcome in outcomes for claim in outcome.claims]
     path = Path(out) / f"claims-{arguments.get('scale', 'laptop')}"
     with readable_errors(Path(out)):
         write_whole(
             path.with_suffix(".json"), json.dumps([c.as_dict() | {"experiment": n} for n, c in claims], indent=2)
         )
-        write_whole(path.with_suffix(".md"), claims_markdown(claims))
-
-
-def claims_markdown(claims: Sequence[tuple[str, Claim]]) -> str:
-    """The claims as one table of Markdown."""
-    lines = ["| command | claim | source | published | ours | holds |", "|---|---|---|---|---|---|"]
-    for name, claim in claims:
-        cells = (f"`rankattn reproduce {name}`", claim.claim, claim.source, claim.published or "-", claim.measured)
-        verdict = claim.verdict + (f": {claim.why}" if claim.why else "")
-        lines.append("| " + " | ".join(text.replace("|", "\\|") for text in (*cells, verdict)) + " |")
-    return "\n".join(lines) + "\n"
+        write_whole(path.with_suffix(".md"), audit_markdown(claims, complete=set(names) == set(EXPERIMENTS)))
 
 
 def known_options(name: str) -> tuple[str, ...]:

@@ -147,14 +147,14 @@ def claims(table, scale: str) -> Sequence[Claim]:
     found = [
         Claim(
             "Rank saturates from a width that grows at least like ln n (Gaussian keys, hard maps)",
-            f"{SOURCE}, model-reduction effect",
+            f"{SOURCE}, model reduction",
             "Omega(log n)",
             "half of the ceiling at " + ", ".join(f"n {n}: {width:.1f}" for n, width in halves["width"].items()),
             bool(ratio >= expected * 0.95),
         ),
         Claim(
             f"The width that saturates grows like ln n: from n = {small} to {large} by a factor {expected:.2f}",
-            f"{SOURCE}, if Omega(log n) is read as a rule",
+            f"{SOURCE}, model reduction (read as a rule)",
             f"{expected:.2f}",
             f"{ratio:.2f}; (ln n)^2 as m_n^4/2: {square:.2f}",
             bool(abs(ratio - expected) < 0.25),

@@ -22,6 +22,8 @@ STYLES = (
     ("^", "-.", "#922b21"),
     ("D", ":", "#117a65"),
     ("v", "-", "#6c3483"),
+    ("P", "--", "#424949"),
+    ("X", "-.", "#a04000"),
 )
 # read off the published plot of u
 EXPANSION_PEAKS = {4: 1.35e8, 6: 6.47e12, 8: 6.03e16}
@@ -116,7 +118,7 @@ def context_length_figure(table: pd.DataFrame) -> "Figure":
     published = published_table("context_length")
     figure, axes = new_figure(1, len(forms), 5.5 * len(forms) + 1, 4.8, sharey=True)
     every = sorted({*counts, *published.num_points.unique()})
-    styles = {count: (STYLES[i % 5][0], STYLES[i % 5][1], STYLES[i % 5][2]) for i, count in enumerate(every)}
+    styles = dict(zip(every, STYLES, strict=False))
     for axis, form in zip(axes[0], forms, strict=True):
         shares: list[float] = []
         for count in every:
@@ -128,12 +130,13 @@ def context_length_figure(table: pd.DataFrame) -> "Figure":
             if len(theirs):
                 draw_published(axis, theirs["rank"] / 64, theirs.value, styles[count])
                 axis.annotate(
-                    f"N {count}", (1 / 64, theirs.value.iloc[0]), fontsize=7, color=styles[count][2], ha="right",
-                    xytext=(-5, 0), textcoords="offset points", va="center",
+                    f"N {count}", (1 / 64, theirs.value.iloc[0]), fontsize=7, color=styles[count][2], ha="left",
+                    xytext=(0, 5), textcoords="offset points", va="bottom",
                 )  # fmt: skip
             shares += [*ours.share, *(theirs["rank"] / 64)]
         rank_axis(axis, shares)
         axis.set_title(FORM_TITLES[form], fontsize=9)
+        axis.margins(x=0.08)
     axes[0, 0].legend(fontsize=8, loc="lower left")
     return finish(figure, axes, f"Farthest of N points, two layers\n({setting_of(table)})", NOTE)
 
@@ -292,6 +295,74 @@ def random_features_figure(table: pd.DataFrame) -> "Figure":
         row[0].set_ylabel("squared error")
     axes[0, 0].legend(fontsize=7)
     figure.suptitle("Random rank-one heads with optimal weights, nearest of two orthonormal points", fontsize=12)
+    return figure
+
+
+def replay_figure(table: pd.DataFrame) -> "Figure":
+    """Train and held-out error of runs on fresh rows and on rows that come again, a group of marks for each rank."""
+    figure, axes = new_figure(1, 1, 7.0, 4.4)
+    axis: Axes = axes[0, 0]
+    names = []
+    for place, ((rank, again), rows) in enumerate(table.groupby(["rank", table.replay.notna()], sort=False)):
+        for shift, column, (marker, _, colour), label in (
+            (-0.1, "train_error", STYLES[0], "error on train rows, the published estimator"),
+            (0.1, "held_out_error", STYLES[1], "error on rows never seen"),
+        ):
+            axis.plot(
+                np.full(len(rows), place + shift),
+                rows[column],
+                marker,
+                color=colour,
+                label=label if not place else None,
+            )
+        batches = f"{int(rows.replay.iloc[0])} batches replayed" if again else "fresh rows"
+        names.append(f"rank {int(rank)}\n{batches}")
+    axis.set_xticks(range(len(names)), names, fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("squared error per point")
+    axis.grid(True, axis="y", color="0.92")
+    axis.legend(fontsize=8)
+    figure.suptitle(f"What replaying batches does to the reported error\n({setting_of(table)})", fontsize=11)
+    return figure
+
+
+def full_rank_head_figure(table: pd.DataFrame) -> "Figure":
+    """Error of one head against its inverse temperature, and what heads of each rank see of both targets."""
+    figure, axes = new_figure(1, 2, 11.0, 4.6)
+    left, right = axes[0]
+    near, far = table[table.kind == "nearest"], table[table.kind == "farthest"]
+    for (d, rows), (marker, _, colour) in zip(near.groupby("dim"), STYLES, strict=False):
+        mean = rows.groupby("beta").mean(numeric_only=True)
+        left.plot(mean.index, mean.formula, "-", color=colour)
+        left.plot(mean.index, mean.error, marker, color=colour, label=f"nearest of 2, d {d} (line: formula)")
+    for (count, rows), (marker, line, colour) in zip(far.groupby("num_points"), STYLES[::-1], strict=False):
+        mean = rows.groupby("beta").error.mean()
+        left.plot(
+            mean.index, mean, line, marker=marker, color=colour, markerfacecolor="white", linewidth=0.8, markersize=5,
+            label=f"farthest of {int(count)}, d {int(rows['dim'].iloc[0])}",
+        )  # fmt: skip
+    left.plot([300], [0.0153], "k*", markersize=10, label="published: trained head, beta 300, N 16")
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlabel("beta, the factor on x.y in the logits")
+    left.set_ylabel("squared error")
+    left.set_title("one head of full rank", fontsize=10)
+    seen = table[table.kind == "visible"]
+    for (d, rows), (marker, _, colour) in zip(seen.groupby("dim"), STYLES, strict=False):
+        for target, line, face in (("nearest", "-", colour), ("biased", "--", "white")):
+            mean = rows[rows.target == target].groupby("rank").share.mean()
+            right.plot(
+                mean.index / d, mean, line, marker=marker, color=colour, markerfacecolor=face, markersize=5,
+                label=f"d {d}: {target} neighbour",
+            )  # fmt: skip
+    right.set_yscale("log")
+    right.set_xlabel("rank of the head / dimension")
+    right.set_ylabel("share of the target that one head sees")
+    right.set_title("heads of lower rank", fontsize=10)
+    for axis in (left, right):
+        axis.grid(True, color="0.94")
+        axis.legend(fontsize=7)
+    figure.suptitle("What a full-rank head does exactly, and what is left to heads of lower rank", fontsize=12)
     return figure
 
 

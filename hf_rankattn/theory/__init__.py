@@ -37,3 +37,4 @@ from .upper_bounds import matched_accuracy as matched_accuracy
 from .upper_bounds import soft_error as soft_error
 from .upper_bounds import soft_error_limit as soft_error_limit
 from .upper_bounds import spaced_error as spaced_error
+from .visible import visible_energy as visible_energy
