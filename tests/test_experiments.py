@@ -22,7 +22,7 @@ from hf_rankattn.experiments.runner import find_experiment
 from hf_rankattn.tasks.loading import task_builder
 
 
-TIMES = ["wall_seconds", "finished"]
+TIMES = ["wall_seconds", "cpu_seconds", "finished"]
 # those on the benefits of rank; the others have files of tests of their own
 BENEFITS = [
     "full-rank-head", "code-faults", "expansion", "random-features", "rank-separation", "training-speed", "learned-forms", "positions", "context-length",

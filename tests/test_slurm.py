@@ -23,7 +23,7 @@ from hf_rankattn.experiments.training import PointTraining, train_points
 
 
 pytestmark = pytest.mark.slow
-TIMES = ["wall_seconds", "finished"]
+TIMES = ["wall_seconds", "cpu_seconds", "finished"]
 TINY = {"dim": 8, "num_points": 4, "layers": 1, "heads": 1, "rank": 8, "intermediate": 16, "batch_size": 16}
 
 

@@ -149,7 +149,7 @@ def run_cell(name: str, results: ResultFolder, cell: Cell) -> None:
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     work = results.work(cell)
     try:
         with readable_errors(results.folder):
@@ -159,6 +159,7 @@ def run_cell(name: str, results: ResultFolder, cell: Cell) -> None:
         torch.set_num_threads(threads)
     stamp = running_versions() | {
         "wall_seconds": round(time.perf_counter() - start, 3),
+        "cpu_seconds": round(time.process_time() - busy, 3),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     results.write(cell, [row | stamp for row in rows])
