@@ -104,7 +104,7 @@ def parse_arguments(
         [cast(Any, kind)], description=description, allow_abbrev=False, formatter_class=help_formatter()
     )
     parser.usage = f"{parser.prog} [config.yaml] [--name value ...]"
-    known = {item.name: item for item in dataclasses.fields(kind) if item.init}
+    known = {item.name: item for item in dataclasses.fields(cast(Any, kind)) if item.init}
     if argv and argv[0].endswith(CONFIG_FILES):
         file = argv.pop(0)
         argv = [*file_arguments(file, parser, known), *argv]
