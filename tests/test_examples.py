@@ -108,7 +108,7 @@ def test_publish_sorting_model(tmp_path):
     for phrase in (
         f"token accuracy (position only: {ours.baseline_position_only:.4f}) | {round(ours.token_accuracy, 4)} |",
         "60 rows in all, 2 epochs of them in batches of 30, in another order each epoch (4 steps)",
-        f"seed 3 of weights, rows and order. {ours.wall_seconds:.0f} seconds on one CPU core, with torch {ours.torch}",
+        f"seed 3 of weights, rows and order. {ours.cpu_seconds:.0f} seconds of one CPU core, with torch {ours.torch}",
         f"token accuracy was {published.token_accuracy:.4f}, and {published.sequence_accuracy:.4f} of the rows",
     ):
         assert phrase in text
