@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 import pandas as pd
 import torch
 from huggingface_hub import EvalResult
-from transformers import HfArgumentParser
 
-from hf_rankattn import RankEncoderForPointRegression, equal_budget_grid, export_model, push_to_hub
+from hf_rankattn import RankEncoderForPointRegression, equal_budget_grid
 from hf_rankattn.experiments.results import running_versions
 from hf_rankattn.experiments.training import PointTraining, train_points
-from hf_rankattn.sharing import card_of
+from hf_rankattn.training.arguments import check_counts, parse_arguments
+from hf_rankattn.training.publishing import PublishingArguments, publish_model, save_table
 
 
 HOW = """Trained from scratch on farthest neighbour: {num_points} random unit vectors in {dim} dimensions, the label of each
@@ -38,17 +38,16 @@ softmax {baseline_linear_attention:.3f}. {twin}
 The model answers no other question, and is meant to be measured, not used."""
 
 
-@dataclass
-class Arguments:
-    output_dir: str = field(metadata={"help": "folder for the two models and their table"})
+@dataclass(kw_only=True)
+class Arguments(PublishingArguments):
     dim: int = field(default=32, metadata={"help": "dimension of the points"})
     num_points: int = field(default=16, metadata={"help": "points in a row"})
     intermediate: int = field(default=512, metadata={"help": "width of the MLP"})
     steps: int = field(default=3000, metadata={"help": "training steps for each"})
-    seed: int = field(default=0, metadata={"help": "seed of weights and data"})
-    cards: str | None = field(default=None, metadata={"help": "also write the cards to this folder"})
-    push_to: str | None = field(default=None, metadata={"help": "Hub name under which to push them"})
-    overwrite: bool = field(default=False, metadata={"help": "whether the model folders may be replaced"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "dim", "num_points", "intermediate", "steps")
 
 
 def result(row: pd.Series) -> EvalResult:
@@ -90,29 +89,15 @@ def train_twins(arguments: Arguments) -> tuple[list[RankEncoderForPointRegressio
 
 
 def main() -> None:
-    parser = HfArgumentParser(Arguments)
-    (arguments,) = parser.parse_args_into_dataclasses()
-    output = Path(arguments.output_dir)
-    if output.exists() and not arguments.overwrite:
-        parser.error(f"{output} exists already: choose another --output_dir, or add --overwrite.")
+    arguments = parse_arguments(Arguments, __doc__)
     torch.set_num_threads(1)
     models, table = train_twins(arguments)
-    output.mkdir(parents=True, exist_ok=True)
-    table.to_parquet(output / "table.parquet")
-    names = [f"rank-encoder-farthest-d{row['dim']}-r{row['rank']}" for _, row in table.iterrows()]
-    for place, (model, name) in enumerate(zip(models, names, strict=True)):
+    save_table(table, arguments)
+    for place, model in enumerate(models):
         row, other = table.iloc[place], table.iloc[1 - place]
         twin = f"Its twin with {other.heads} head(s) of rank {other['rank']}, at the same budget: {other.held_out_error:.4f}."
-        repo_id = f"{arguments.push_to}/{name}" if arguments.push_to else name
-        how = HOW.format(**row, twin=twin)
-        card = card_of(model, repo_id, how=how, results=[result(row)], license="apache-2.0", remote_code=True)
-        export_model(model, output / name, card=card, remote_code=True, overwrite=arguments.overwrite)
-        print(f"{output / name}: error {row.held_out_error:.4f}")
-        if arguments.cards:
-            Path(arguments.cards).mkdir(parents=True, exist_ok=True)
-            card.save(Path(arguments.cards) / f"{name}.md")
-        if arguments.push_to:
-            print(push_to_hub(model, repo_id, card=card, remote_code=True))
+        name = f"rank-encoder-farthest-d{row['dim']}-r{row['rank']}"
+        print(publish_model(model, name, HOW.format(**row, twin=twin), [result(row)], arguments))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
 """The examples run from the command line, offline, in an empty folder."""
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForTokenClassification
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -60,17 +67,110 @@ def test_publish_points_models(tmp_path):
     assert {path.stem for path in (tmp_path / "cards").iterdir()} == names
 
 
-def test_the_published_cards_tell_the_separation_that_was_measured():
-    from huggingface_hub import ModelCard
+def accuracies_by_length(card: ModelCard) -> np.ndarray:
+    """The rows of a card's table of paths: length, 5 and 20 isolated paths, exact terms alone and up to the length."""
+    return np.array(
+        [line.strip("| ").split(" | ") for line in re.findall(r"^\|(?: [\d.]+ \|){5}$", card.text, re.M)], float
+    )
 
-    errors = {}
+
+def test_publish_sorting_model(tmp_path):
+    script = str(EXAMPLES / "publish_sorting_model.py")
+    small = {"epochs": 2, "train": 60, "scored": 64, "repetitions": 2, "seed": 3}
+    flags = [text for name, value in small.items() for text in (f"--{name}", str(value))]
+    result = run(tmp_path, script, "--output_dir", "models", "--cards", "cards", *flags)
+    assert result.returncode == 0, result.stderr[-2000:]
+    folder = tmp_path / "models" / "rank-encoder-sorting"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1_000_000
+    assert (folder / "README.md").read_text() == (tmp_path / "cards" / "rank-encoder-sorting.md").read_text()
+
+    names = runpy.run_path(script)
+    arguments = names["Arguments"](output_dir=str(tmp_path / "other"), **small)
+    trained, scored, row = names["train_sorter"](names["setting"](arguments, False))
+    loaded = AutoModelForTokenClassification.from_pretrained(folder)
+    with torch.no_grad():
+        logits = loaded(**scored).logits
+        torch.testing.assert_close(logits, trained(**scored).logits)
+    right = logits.argmax(-1) == scored["labels"]
+
+    table = pd.read_parquet(tmp_path / "models" / "table.parquet")
+    ours, published = (table[(table.way == "whole") & (table.as_published == flag)].iloc[0] for flag in (False, True))
+    assert (ours.token_accuracy, ours.sequence_accuracy) == pytest.approx(
+        (right.double().mean().item(), right.all(1).double().mean().item())
+    )
+    assert (ours.learning_rate, published.learning_rate) == (1e-3, 1e-5)
+    card = ModelCard.load(folder / "README.md")
+    assert [result.metric_value for result in card.data.eval_results] == [
+        round(ours.token_accuracy, 4),
+        round(ours.sequence_accuracy, 4),
+    ]
+    text = " ".join(card.text.split())
+    for phrase in (
+        f"token accuracy (position only: {ours.baseline_position_only:.4f}) | {round(ours.token_accuracy, 4)} |",
+        "60 rows in all, 2 epochs of them in batches of 30, in another order each epoch (4 steps)",
+        f"seed 3 of weights, rows and order. {ours.cpu_seconds:.0f} seconds of one CPU core, with torch {ours.torch}",
+        f"token accuracy was {published.token_accuracy:.4f}, and {published.sequence_accuracy:.4f} of the rows",
+    ):
+        assert phrase in text
+    paths = table[table.way != "whole"]
+    expected = [
+        [length]
+        + [rows[rows.drawn == drawn].accuracy.mean() for drawn in (5, 20)]
+        + [rows[rows.way == way].accuracy.item() for way in ("only", "up_to")]
+        for length, rows in paths.groupby("length")
+    ]
+    assert len(expected) == 7
+    np.testing.assert_allclose(accuracies_by_length(card), expected, atol=5.1e-4)
+    # all terms together are the model
+    assert expected[-1][-1] == pytest.approx(ours.token_accuracy, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["publish_points_models", "publish_sorting_model"])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "the following arguments are required: --output_dir"),
+        (["--output_dir", "there"], "there exists already: choose another --output_dir, or add --overwrite."),
+        (["--output_dir", "new", "--cards", "there/file"], "there/file is no folder"),
+        (["--output_dir", "new", "--seed", "-1"], "--seed must be at least 0 and below 2**32, got -1."),
+        (["--output_dir", "new", "--colour", "red"], "unknown argument --colour"),
+    ],
+)
+def test_what_a_publishing_script_refuses(name, flags, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_the_published_cards_tell_the_separation_that_was_measured():
+    values = {}
     for path in (EXAMPLES.parent / "model_cards").glob("*.md"):
         card = ModelCard.load(path)
-        (result,) = card.data.eval_results
-        errors[path.stem] = result.metric_value
-        assert f"| {result.metric_value} |" in card.text, "the table repeats the metadata"
+        values[path.stem] = [result.metric_value for result in card.data.eval_results]
+        for value in values[path.stem]:
+            assert f"| {value} |" in card.text, "the table repeats the metadata"
         assert "trust_remote_code=True" in card.text and "hf_rankattn" in card.text
-    assert errors["rank-encoder-farthest-d32-r32"] < 0.05 < 0.5 < errors["rank-encoder-farthest-d32-r16"]
+    (full,), (half,) = (values[f"rank-encoder-farthest-d32-r{rank}"] for rank in (32, 16))
+    assert full < 0.05 < 0.5 < half
+    tokens, rows = values["rank-encoder-sorting"]
+    assert tokens >= 0.95 and tokens**8 - 0.05 < rows < tokens
+
+
+def test_the_card_of_the_sorting_model_says_that_short_paths_carry_it():
+    card = ModelCard.load(EXAMPLES.parent / "model_cards" / "rank-encoder-sorting.md")
+    tokens = card.data.eval_results[0]
+    position_only = float(re.search(r"position only: ([\d.]+)", tokens.metric_name).group(1))
+    at_published_rate = float(re.search(r"token accuracy\s+was ([\d.]+)", card.text).group(1))
+    assert 0.33 < position_only < 0.35 and at_published_rate < 0.7
+    _, five, twenty, _, up_to = accuracies_by_length(card).T
+    assert twenty[1] > five[1] > position_only > twenty[3:].max()
+    assert up_to[1] > 0.85 and up_to[-1] == pytest.approx(tokens.metric_value, abs=0.002)
 
 
 @pytest.mark.slow

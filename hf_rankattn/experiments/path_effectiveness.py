@@ -69,26 +69,42 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     import torch
 
-    from ..probe import isolated_paths, path_lengths
     from ..tasks.baselines import task_baselines
-    from .row_training import RowTraining, train_rows
 
     builder = task_of(parameters)
+    model, trained = trained_model(parameters, builder, work)
+    scored = scored_rows(parameters, builder)
+    with torch.no_grad():
+        right = (model(**scored).logits.argmax(-1) == scored["labels"])[scored["labels"] != -100]
+    whole = {"whole": right.double().mean().item(), **trained}
+    for name, metrics in task_baselines(builder, max(parameters["train"], 256)).items():
+        whole[f"baseline_{name}"] = float(metrics.get("token_accuracy", metrics.get("accuracy", 0.0)))
+    return [{**row, **whole} for row in path_rows(parameters, model, scored)]
+
+
+def trained_model(parameters: Mapping[str, Any], builder, work: Path):
+    """The model of a cell, trained on its rows, and what a table has to say of the run."""
+    from .row_training import RowTraining, train_rows
+
     columns = rows_of(builder, "train", parameters["train"])
     model = task_model(parameters, builder)
     training = RowTraining(
         parameters["epochs"], parameters["learning_rate"], parameters["seed"], parameters["batch_size"],
         parameters["weight_decay"], shuffle=not parameters["as_published"],
     )  # fmt: skip
-    trained = train_rows(model, columns, training, work)
+    return model, train_rows(model, columns, training, work)
+
+
+def scored_rows(parameters: Mapping[str, Any], builder) -> dict[str, Any]:
     # what was learnt by heart is scored where it was learnt
     split = "train" if parameters["task"] == "memorization" else "test"
-    scored = rows_of(builder, split, parameters["scored"])
-    with torch.no_grad():
-        right = (model(**scored).logits.argmax(-1) == scored["labels"])[scored["labels"] != -100]
-    whole = {"whole": right.double().mean().item(), **trained}
-    for name, metrics in task_baselines(builder, max(parameters["train"], 256)).items():
-        whole[f"baseline_{name}"] = float(metrics.get("token_accuracy", metrics.get("accuracy", 0.0)))
+    return rows_of(builder, split, parameters["scored"])
+
+
+def path_rows(parameters: Mapping[str, Any], model, scored: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Accuracies by path length: of so many isolated paths at a time, and of the exact parts of the output."""
+    from ..probe import isolated_paths, path_lengths
+
     rows = []
     for count in parameters["paths"]:
         table = isolated_paths(
@@ -105,7 +121,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
         for cut in ("only", "up_to"):
             scores = {"accuracy": row[f"accuracy_{cut}"], "loss": row[f"loss_{cut}"]}
             rows.append({"way": cut, "length": int(length), **scores, **shared})
-    return [{name: float(v) if isinstance(v, float) else v for name, v in {**row, **whole}.items()} for row in rows]
+    return [{name: float(v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
 
 
 def rows_of(builder, split: str, rows: int) -> dict[str, Any]:

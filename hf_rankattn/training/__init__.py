@@ -1,1 +1,1 @@
-"""What training scripts share: arguments, runs that can be resumed, optimizers, and the two kinds of tasks."""
+"""What training scripts share: arguments, runs that can be resumed, optimizers, the two kinds of tasks, publishing."""

@@ -45,14 +45,8 @@ class RunArguments:
     push_to: str | None = field(default=None, metadata={"help": "Hub repository to push the model to"})
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "save_every", "stop_at", "expect_processes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}.")
-        for name in ("seed", "data_seed"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 2**32:
-                raise ValueError(f"--{name} must be at least 0 and below 2**32, got {value}.")
+        check_counts(self, "steps", "batch_size", "log_every", "save_every", "stop_at", "expect_processes")
+        check_seeds(self, "seed", "data_seed")
         for name in ("save_every", "stop_at"):
             value = getattr(self, name)
             if value is not None and value % self.log_every:
@@ -72,7 +66,21 @@ class RunArguments:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in FREE}
 
 
-Arguments = TypeVar("Arguments", bound=RunArguments)
+def check_counts(arguments: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}.")
+
+
+def check_seeds(arguments: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < 2**32:
+            raise ValueError(f"--{name} must be at least 0 and below 2**32, got {value}.")
+
+
+Arguments = TypeVar("Arguments")
 
 
 class ScriptParser(HfArgumentParser):
@@ -96,7 +104,7 @@ def parse_arguments(
         [cast(Any, kind)], description=description, allow_abbrev=False, formatter_class=help_formatter()
     )
     parser.usage = f"{parser.prog} [config.yaml] [--name value ...]"
-    known = {item.name: item for item in dataclasses.fields(kind) if item.init}
+    known = {item.name: item for item in dataclasses.fields(cast(Any, kind)) if item.init}
     if argv and argv[0].endswith(CONFIG_FILES):
         file = argv.pop(0)
         argv = [*file_arguments(file, parser, known), *argv]
