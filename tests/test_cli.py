@@ -44,7 +44,9 @@ def test_env_names_what_a_bug_report_needs(capsys):
     code, out, err = run(capsys, "env", "--json")
     report = json.loads(out)
     assert code == 0 and not err
-    wanted = "hf_rankattn torch transformers python platform cores memory threads torch_build accelerator attention offline"
+    wanted = (
+        "hf_rankattn torch transformers python platform cores memory threads torch_build accelerator attention offline"
+    )
     assert set(wanted.split()) <= set(report)
     assert "sdpa" in report["attention"]["rank_models"] and report["peft"]
 
@@ -114,7 +116,9 @@ def test_json_is_all_there_is_on_stdout(capsys):
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
     # the pipe is closed before anything is written, as head -1 closes it in the end
-    process = subprocess.Popen([*START, "measure", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*START, "measure", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
