@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hf_rankattn import __version__, cli, console, demo
 from hf_rankattn.experiments import EXPERIMENTS
+from hf_rankattn.experiments.engines import deaf_to_interrupts
 from hf_rankattn.tasks import TASKS
 
 
@@ -99,6 +100,13 @@ def test_an_interrupt_is_one_line_and_exit_code_130(monkeypatch, capsys):
 
     with_body(monkeypatch, interrupted)
     assert run(capsys) == (130, "", "rankattn: interrupted.\n")
+
+
+def test_workers_leave_an_interrupt_to_the_command():
+    asking = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"]
+    with deaf_to_interrupts():
+        inside = subprocess.check_output(asking, text=True)
+    assert (inside, subprocess.check_output(asking, text=True)) == ("True\n", "False\n")
 
 
 def test_a_command_that_fails_on_its_own_keeps_its_exit_code(monkeypatch, capsys):
