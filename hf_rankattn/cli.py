@@ -33,6 +33,7 @@ app = typer.Typer(
 Json = typer.Option(False, "--json", help="Print JSON.")
 # what shells report of a program that Ctrl-C ended: 128 + SIGINT
 INTERRUPTED = 130
+LONGEST_ERROR = 1500
 
 
 class Metrics(StrEnum):
@@ -372,8 +373,9 @@ def reproduce(
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """End with one line on stderr, however many the message has: whoever reads logs sees what was wrong at a glance."""
-    print(f"rankattn: {' '.join(message.split())}", file=sys.stderr)
+    """End with one line on stderr, however many, or however long, another library made the message."""
+    line = " ".join(message.split())
+    print(f"rankattn: {line if len(line) < LONGEST_ERROR else line[:LONGEST_ERROR] + ' ...'}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -388,12 +390,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         message = error.format_message().replace("Value error, ", "")
         stop = "" if message.endswith((".", "?")) else "."
         fail(f"{message}{stop} See {path} --help.", error.exit_code)
-    except ValueError as error:
-        fail(str(error))
     except BrokenPipeError:
         # as for `| head -1`: what is still buffered has no reader, and Python would complain of it on its way out
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (ValueError, OSError, MemoryError) as error:
+        fail(str(error) or "there is not enough memory for this.")
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:

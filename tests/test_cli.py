@@ -86,12 +86,22 @@ def with_body(monkeypatch, body) -> None:
     monkeypatch.setattr(cli, "app", app)
 
 
-def test_a_bad_value_of_many_lines_is_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (ValueError("`qk_rank` must be at least 1,\n  got 0."), "`qk_rank` must be at least 1, got 0."),
+        (PermissionError(13, "Permission denied", "runs"), "[Errno 13] Permission denied: 'runs'"),
+        (MemoryError(), "there is not enough memory for this."),
+        (ValueError("long" * 1000), "long" * 375 + " ..."),
+    ],
+    ids=["many lines", "a folder that is closed", "memory", "long"],
+)
+def test_a_failure_is_one_line_and_exit_code_2(error, told, monkeypatch, capsys):
     def refuse() -> None:
-        raise ValueError("`qk_rank` must be at least 1,\n  got 0.")
+        raise error
 
     with_body(monkeypatch, refuse)
-    assert run(capsys) == (2, "", "rankattn: `qk_rank` must be at least 1, got 0.\n")
+    assert run(capsys) == (2, "", f"rankattn: {told}\n")
 
 
 def test_an_interrupt_is_one_line_and_exit_code_130(monkeypatch, capsys):
