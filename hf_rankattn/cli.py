@@ -395,7 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError, MemoryError) as error:
-        fail(str(error) or "there is not enough memory for this.")
+        unsaid = "there is not enough memory for this." if isinstance(error, MemoryError) else repr(error)
+        fail(str(error) or unsaid)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:
