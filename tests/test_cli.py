@@ -133,8 +133,11 @@ def test_json_is_all_there_is_on_stdout(capsys):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
-    # the pipe is closed before anything is written, as head -1 closes it in the end
-    process = subprocess.Popen([*START, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # the pipe is closed before anything is written, as head -1 closes it in the end; what is printed waits in a buffer
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [*START, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings
+    )
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
