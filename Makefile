@@ -60,7 +60,7 @@ release-check:
 	$(RELEASE)/tools/bin/python $(PIP_INSTALL) build twine
 	$(RELEASE)/tools/bin/python -m build
 	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
-	! unzip -Z1 dist/*.whl | grep -v -E '^(hf_rankattn/|hf_rankattn-[^/]*\.dist-info/|rankattn_command\.py$$)'
+	! $(RELEASE)/tools/bin/python -m zipfile -l dist/*.whl | tail -n +2 | grep -v -E '^(hf_rankattn/|hf_rankattn-[^/]*\.dist-info/|rankattn_command\.py )'
 	$(PYTHON) -m venv $(RELEASE)/empty
 	$(RELEASE)/empty/bin/python $(PIP_INSTALL) --constraint constraints.txt "$$(ls dist/*.whl)[test]"
 	mkdir $(RELEASE)/outside
