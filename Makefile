@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-upstream style quality bench install
+.PHONY: demo test test-slow test-upstream style quality bench install release-check
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,3 +45,26 @@ quality: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# What would be uploaded, checked as its users get it: built into dist/, installed in an empty environment, and tested with
+# the tests of the sdist, where no source of the package lies beside them. Only pip uses the network. The folder stays if a
+# step fails. TESTS narrows it: make release-check TESTS=tests/test_cli.py
+TESTS ?= tests
+JOBS ?= 2
+RELEASE := $(if $(filter release-check,$(MAKECMDGOALS)),$(shell mktemp -d))
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+release-check:
+	rm -rf dist
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python $(PIP_INSTALL) build twine
+	$(RELEASE)/tools/bin/python -m build
+	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	! $(RELEASE)/tools/bin/python -m zipfile -l dist/*.whl | tail -n +2 | grep -v -E '^(hf_rankattn/|hf_rankattn-[^/]*\.dist-info/|rankattn_command\.py )'
+	$(PYTHON) -m venv $(RELEASE)/empty
+	$(RELEASE)/empty/bin/python $(PIP_INSTALL) --constraint constraints.txt "$$(ls dist/*.whl)[test]"
+	mkdir $(RELEASE)/outside
+	tar -xzf dist/*.tar.gz -C $(RELEASE)/outside --strip-components 1
+	rm -r $(RELEASE)/outside/hf_rankattn* $(RELEASE)/outside/rankattn_command.py
+	cd $(RELEASE)/outside && env -u PYTHONPATH $(RELEASE)/empty/bin/python -m pytest -n $(JOBS) $(TESTS)
+	rm -r $(RELEASE)

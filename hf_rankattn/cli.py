@@ -1,30 +1,39 @@
-"""The command line: parse, call one function, print."""
+"""The command line: parse, call one function, print.
 
+Shells ask this module for completions at every key, so nothing heavy is imported before a command runs.
+"""
+
+import ast
 import json
-import platform
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TimeRemainingColumn
 from rich.table import Table
+
+from .console import open_console, open_progress, progress_bar, sweep_bar
 
 
 app = typer.Typer(
     help="How much rank attention needs, has, and loses.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # plain help reads the same in a terminal, a pipe and a log
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 Json = typer.Option(False, "--json", help="Print JSON.")
+# what shells report of a program that Ctrl-C ended: 128 + SIGINT
+INTERRUPTED = 130
+LONGEST_ERROR = 1500
 
 
 class Metrics(StrEnum):
@@ -39,17 +48,22 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-@contextmanager
-def progress_bar(what: str, unit: str) -> Iterator[Callable[[int], Callable[[], object]]]:
-    """Gives a function that takes a total and returns what to call at every step; drawn on stderr, gone when done."""
-    columns = TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total} " + unit), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+def names_in(file: str, dictionary: str) -> list[str]:
+    """The keys of a dictionary in a module of this package, which is read and not run."""
+    for node in ast.parse((Path(__file__).parent / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            if [target.id for target in node.targets if isinstance(target, ast.Name)] == [dictionary]:
+                return [ast.literal_eval(key) for key in node.value.keys if key is not None]
+    raise LookupError(f"{file} has no dictionary {dictionary}.")
 
-        def start(total: int) -> Callable[[], object]:
-            task = progress.add_task(what, total=total)
-            return lambda: progress.advance(task)
 
-        yield start
+def complete_experiment(incomplete: str) -> list[str]:
+    names = [*names_in("experiments/runner.py", "EXPERIMENTS"), "all"]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_task(incomplete: str) -> list[str]:
+    return [name for name in names_in("tasks/loading.py", "TASKS") if name.startswith(incomplete)]
 
 
 def print_version(wanted: bool) -> None:
@@ -58,13 +72,16 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True, epilog="Example: rankattn demo")
 def commands(
+    context: typer.Context,
     _: bool = typer.Option(
         False, "--version", callback=print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command(epilog="Example: rankattn demo")
@@ -81,35 +98,23 @@ def demo(as_json: bool = Json) -> None:
     table = Table("claim", "measured", "to compare", show_lines=True)
     for claim in claims:
         table.add_row(claim.claim, claim.measured, claim.compare)
-    console = Console()
+    console = open_console()
     console.print(table)
     console.print(f"Measured here, in {time.perf_counter() - start:.0f} seconds.", highlight=False)
 
 
 @app.command(epilog="Example: rankattn env --json")
 def env(as_json: bool = Json) -> None:
-    """Print the versions that a bug report needs."""
-    import torch
+    """Print what a bug report needs, without paths and tokens. Versions, machine, backends, settings."""
+    from .environment import describe_environment
 
-    names = (
-        "hf_rankattn",
-        "torch",
-        "transformers",
-        "huggingface_hub",
-        "datasets",
-        "accelerate",
-        "evaluate",
-        "safetensors",
-    )
-    report: dict[str, str | int] = {name: version(name) for name in names}
-    report["python"] = platform.python_version()
-    report["platform"] = platform.platform()
-    report["threads"] = torch.get_num_threads()
-    report["accelerator"] = str(torch.accelerator.current_accelerator() or "none")
+    report = describe_environment()
     if as_json:
         print(json.dumps(report, indent=2))
         return
     for name, value in report.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {entry}" for key, entry in value.items()) or "none"
         print(f"- {name}: {value}")
 
 
@@ -137,7 +142,10 @@ def measure(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace measurements in --out."),
     as_json: bool = Json,
 ) -> None:
-    """Measure a checkpoint: do tokens stay apart, how much rank has attention, how much query-key rank is used."""
+    """Measure the rank that a checkpoint has, uses and loses.
+
+    Do tokens stay apart, how much rank has attention, how much query-key rank is used?
+    """
     from .folders import fresh_folder
     from .processes import join_processes, leave_processes
     from .report.summary import findings
@@ -167,7 +175,7 @@ def measure(
     answers = Table("question", "answer", "to compare", show_lines=True, title=facts["title"])
     for entry in found:
         answers.add_row(entry.question, entry.answer, entry.compare)
-    console = Console()
+    console = open_console()
     console.print(answers)
     console.print(
         f"{facts['family']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} "
@@ -178,7 +186,7 @@ def measure(
 
 @app.command("make-data", epilog="Example: rankattn make-data farthest_neighbor --config d64_n16 --out farthest")
 def make_data(
-    task: str = typer.Argument(help="Name of the task; a wrong one lists them all."),
+    task: str = typer.Argument(help="Name of the task; a wrong one lists them all.", autocompletion=complete_task),
     out: str = typer.Option(..., help="Folder to write, which must not exist."),
     config: Annotated[list[str] | None, typer.Option(help="Named config; may be given several times.")] = None,
     dim: int | None = typer.Option(None, help="Dimension of the points."),
@@ -201,15 +209,11 @@ def make_data(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a folder of such data."),
     as_json: bool = Json,
 ) -> None:
-    """Write a synthetic task as Parquet with a dataset card, for datasets.load_dataset."""
+    """Write a synthetic task as Parquet with a dataset card. It is read by datasets.load_dataset."""
     from .tasks.publishing import make_data as write
 
     texts = text_file.read_text(encoding="utf-8") if text_file else None
-    progress = Progress(
-        TextColumn("writing"), BarColumn(), TextColumn("{task.completed} rows"), console=Console(stderr=True),
-        transient=True, disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-    with progress:
+    with open_progress("writing", BarColumn(), "{task.completed} rows") as progress:
         written = progress.add_task("writing", total=None)
         made = write(
             task, out, config or (), push=push, overwrite=overwrite, license=license, dim=dim, num_points=num_points,
@@ -245,17 +249,14 @@ def convert(
     seed: int = typer.Option(0, "--seed", help="Seed of new dimensions and of distillation."),
     as_json: bool = Json,
 ) -> None:
-    """Give a checkpoint another query-key rank, with the least damage to its logits."""
+    """Give a checkpoint another query-key rank. The damage to its logits is the least possible."""
     from . import converting
 
     if auto and qk_rank is not None:
         raise ValueError(f"--auto and --qk-rank {qk_rank} are two answers to one question: give one of them.")
 
-    progress = Progress(
-        TextColumn("converting"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-    with progress:
+    columns = "converting", BarColumn(), "{task.completed}/{task.total}", TimeRemainingColumn()
+    with open_progress(*columns) as progress:
         task = progress.add_task("converting", total=None)
 
         def advance(done: int, total: int) -> None:
@@ -278,7 +279,7 @@ def convert(
         table = Table("way", "rank", "cosine to the original")
         for row in rows:
             table.add_row(row["way"], str(row["rank"]), f"{row['embedding_cosine']:.4f}")
-        Console().print(table)
+        open_console().print(table)
         print(f"Drawn in {file}.")
         return
     table = Table("layer", "rank", "of", "logit energy kept", "parameters saved")
@@ -290,7 +291,7 @@ def convert(
             f"{layer.energy_kept:.4f}",
             f"{layer.parameters_saved:,}",
         )
-    Console().print(table)
+    open_console().print(table)
     for name, value in outcome.damage.items():
         print(f"{name.replace('_', ' ')}: {value:.4f}")
     change = "saved" if outcome.parameters_saved >= 0 else "added"
@@ -310,7 +311,9 @@ class Engine(StrEnum):
 
 @app.command(epilog="Example: rankattn reproduce rank-separation --scale laptop --out runs")
 def reproduce(
-    name: str = typer.Argument(None, help="An experiment, or all; --list shows them."),
+    name: str = typer.Argument(
+        None, help="An experiment, or all; --list shows them.", autocompletion=complete_experiment
+    ),
     list_all: bool = typer.Option(False, "--list", help="Show the experiments and stop."),
     scale: Scale = typer.Option(
         Scale.laptop, help="smoke: seconds; laptop: minutes; paper: as published, for clusters."
@@ -331,7 +334,7 @@ def reproduce(
     workers: int = typer.Option(None, min=0, help="Processes of the engine local; by default one a core."),
     as_json: bool = Json,
 ) -> None:
-    """Run an experiment of the papers: a table, figures, and each claim beside its number."""
+    """Run an experiment of the papers. A table, figures, and each claim beside its number."""
     from .experiments import EXPERIMENTS, reproduce_all
     from .experiments.runner import find_experiment, key_values
 
@@ -355,7 +358,7 @@ def reproduce(
     if as_json:
         print(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2))
         return
-    console = Console()
+    console = open_console()
     table = Table("claim", "published", "ours", "holds", show_lines=True, title=f"{name}, {scale.value} scale")
     for outcome in outcomes:
         for claim in outcome.claims:
@@ -369,46 +372,36 @@ def reproduce(
     )
 
 
-@contextmanager
-def sweep_bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
-    """A line for each experiment: cells done and time left, on stderr; plain lines where nobody watches a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} cells"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-
-        def start(name: str, total: int) -> Callable[[], object]:
-            task = progress.add_task(name, total=total)
-            begun, done = time.perf_counter(), 0
-
-            def advance() -> None:
-                nonlocal done
-                done += 1
-                progress.advance(task)
-                if not console.is_terminal:
-                    spent = time.perf_counter() - begun
-                    left = spent / done * (total - done)
-                    print(
-                        f"{name}: {done}/{total} cells, {spent:.0f} s, about {left:.0f} s left",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-
-            return advance
-
-        yield start
+def fail(message: str, code: int = 2) -> NoReturn:
+    """End with one line on stderr, however many, or however long, another library made the message."""
+    line = " ".join(message.split())
+    print(f"rankattn: {line if len(line) < LONGEST_ERROR else line[:LONGEST_ERROR] + ' ...'}", file=sys.stderr)
+    sys.exit(code)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     try:
-        app()
-    except ValueError as error:
-        print(f"rankattn: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = app(args=arguments, prog_name="rankattn", standalone_mode=False)
+        sys.stdout.flush()
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "rankattn"
+        # pydantic, which checks values for typer, puts its own words before ours
+        message = error.format_message().replace("Value error, ", "")
+        stop = "" if message.endswith((".", "?")) else "."
+        fail(f"{message}{stop} See {path} --help.", error.exit_code)
+    except BrokenPipeError:
+        # as for `| head -1`: what is still buffered has no reader, and Python would complain of it on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (ValueError, OSError, MemoryError) as error:
+        unsaid = "there is not enough memory for this." if isinstance(error, MemoryError) else repr(error)
+        fail(str(error) or unsaid)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        fail("interrupted.", INTERRUPTED)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

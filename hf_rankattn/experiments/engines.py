@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def one_thread_each() -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """For processes that are started inside: a terminal sends Ctrl-C to all of them, and this one answers for the rest."""
+    if threading.current_thread() is not threading.main_thread():  # elsewhere Python does not let signals be changed
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def leave_with_parent() -> None:
     """End this process when the one that started it is gone: after a kill, workers would wait for cells for ever."""
     parent = parent_process()
@@ -88,12 +102,14 @@ def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report
                 report(cell, None)
         return
     workers = min(workers or cores(), len(waiting))
+    others = set(active_children())
     context = get_context("spawn")  # a forked process would share the threads of torch, and hang
     with (
         one_thread_each(),
         ProcessPoolExecutor(workers, mp_context=context, initializer=leave_with_parent) as pool,
     ):
-        running: dict[Future, Cell] = {pool.submit(run, cell): cell for cell in waiting}
+        with deaf_to_interrupts():
+            running: dict[Future, Cell] = {pool.submit(run, cell): cell for cell in waiting}
         try:
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -107,6 +123,8 @@ def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report
                     report(running.pop(future), error)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:
+                worker.terminate()  # in the midst of a cell, of which nothing is kept
             raise
 
 
