@@ -123,8 +123,8 @@ def separation(settings: Settings, what: Mapping[str, Any], advance: Advance) ->
         config, count=settings.points, steps=settings.steps, seed=settings.seed,
         progress=lambda: advance(1 / settings.steps),
     )  # fmt: skip
-    rank, heads = what["qk_rank"], what["num_attention_heads"]
-    return [{"rank": rank, "heads": heads, "qk_norm": what["qk_norm"], "dim": settings.dim, "error": error}]
+    about = {"dim": settings.dim, "points": settings.points, "steps": settings.steps, "qk_norm": what["qk_norm"]}
+    return [{**about, "rank": what["qk_rank"], "heads": what["num_attention_heads"], "error": error}]
 
 
 def collapse(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:

@@ -7,13 +7,13 @@ colour of the text around it on a page that follows the reader's choice of light
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from .barrier import width_axis
 from .html import INK
-from .plots import PUBLISHED_NAMES, new_figure, published_residuals, published_table
+from .plots import new_figure, published_residuals, published_table
 
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ VARIANTS = {
     "san": ("attention alone", ":", "D", "#cf4a5c"),
 }
 MAPS = {
-    "softmax": ("softmax, n = 100, as published", "-", "o", "#2f7fc1"),
-    "hard": ("hard choice, n = 256", "--", "s", "#c77b1a"),
+    "softmax": ("softmax as published, n 100", "-", "o", "#2f7fc1"),
+    "hard": ("hard choice, n 256", "--", "s", "#c77b1a"),
     "qk_norm": ("hard choice with QK-norm", "-.", "^", "#2a9281"),
     "causal": ("hard choice, causal mask", ":", "D", "#cf4a5c"),
 }
@@ -44,9 +44,10 @@ def page_colours() -> Iterator[None]:
     import matplotlib
 
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    options = {**dict.fromkeys(inked, INK), **dict.fromkeys(clear, "none"), "legend.frameon": False, "font.size": 10}
-    with matplotlib.rc_context({**options, "axes.spines.top": False, "axes.spines.right": False}):
+    options: dict[Any, Any] = dict.fromkeys(inked, INK)
+    options |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
+    options |= {"legend.frameon": False, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(options):
         yield
 
 
@@ -55,11 +56,18 @@ def draw_separation(axis: "Axes", rows: pd.DataFrame) -> None:
     published = published_table("rank_separation")
     published = published[(published.layers == 1) & (published.budget == "d^2")]
     axis.plot(published["rank"] / 64, published.value, "-", marker="o", color=MUTED, markerfacecolor="none",
-              linewidth=0.9, label="published: d 64, 16 points, 1e5 steps")  # fmt: skip
+              linewidth=0.9, label="published (d 64, 1e5 steps)")  # fmt: skip
     plain, normed = rows[~rows.qk_norm.astype(bool)], rows[rows.qk_norm.astype(bool)]
     plain = plain.sort_values("rank")
     dim = int(rows.dim.iloc[0])
-    axis.plot(plain["rank"] / dim, plain.error, "--", marker="s", color="#2f7fc1", label=f"here: d {dim}")
+    axis.plot(
+        plain["rank"] / dim,
+        plain.error,
+        "--",
+        marker="s",
+        color="#2f7fc1",
+        label=f"here (d {dim}, {int(rows.steps.iloc[0])} steps)",
+    )
     axis.plot(normed["rank"] / dim, normed.error, linestyle="none", marker="*", markersize=11, color="#cf4a5c",
               label="here, with qk_norm")  # fmt: skip
     shares = [1 / 64, 1 / 16, 1 / 4, 1 / 2, 1]
@@ -70,9 +78,9 @@ def draw_separation(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.set_ylim(0.004, 1.6)
     axis.axhline(1.0, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
     axis.annotate("predicting nothing", (shares[0], 1.06), fontsize=8, color=INK)
-    axis.set(xlabel="rank of a head / dimension", ylabel="error at finding the farthest point")
+    axis.set(xlabel="rank of a head / dimension", ylabel="error, farthest neighbour")
     axis.set_title("Rank is needed", fontsize=11)
-    axis.legend(loc="lower left", fontsize=8)
+    axis.legend(loc="lower left", fontsize=8.5, labelspacing=0.3)
 
 
 def draw_family(axis: "Axes", rows: pd.DataFrame, family: str) -> None:
@@ -86,8 +94,8 @@ def draw_family(axis: "Axes", rows: pd.DataFrame, family: str) -> None:
                   markersize=7)  # fmt: skip
     finish_residuals(axis, f"{NAMES[family]}, fresh weights")
     axis.plot([], [], linestyle="none", marker="o", color=MUTED, markerfacecolor="none", markersize=7,
-              label=f"published: {PUBLISHED_NAMES[family]}")  # fmt: skip
-    axis.legend(fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.56))
+              label="published")  # fmt: skip
+    axis.legend(fontsize=8.5, loc="upper right", bbox_to_anchor=(1.02, 0.94), labelspacing=0.3)
 
 
 def draw_collapse(axis: "Axes", rows: pd.DataFrame) -> None:
@@ -106,16 +114,16 @@ def draw_collapse(axis: "Axes", rows: pd.DataFrame) -> None:
         [], [], linestyle="none", marker="o", color=MUTED, markerfacecolor="none", markersize=7, label="published"
     )
     axis.annotate("whole model", (0.98, 0.9), xycoords="axes fraction", fontsize=9, color=INK, ha="right", va="top")
-    axis.annotate("attention alone", (0.3, 0.42), xycoords="axes fraction", fontsize=9, color=INK)
+    axis.annotate("attention alone", (3.3, 1e-13), fontsize=9, color=INK)
     axis.legend(fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.6))
 
 
 def finish_residuals(axis: "Axes", title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set(yscale="log", ylim=(1e-16, 3.0), xlabel="layer (0: embeddings)")
-    axis.set_ylabel("relative residual (0: all tokens equal)")
-    axis.axhspan(1e-16, FLOOR, color=MUTED, alpha=0.25, linewidth=0)
+    axis.set(yscale="log", ylim=(1e-18, 3.0), xlabel="layer (0: embeddings)")
+    axis.set_ylabel("residual (0: all tokens equal)")
+    axis.axhspan(1e-18, FLOOR, color=MUTED, alpha=0.25, linewidth=0)
     axis.annotate("float64 rounding", (0.98, 0.012), xycoords="axes fraction", fontsize=8, color=INK, ha="right")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(title, fontsize=11)
@@ -126,16 +134,19 @@ def draw_ceiling(axis: "Axes", rows: pd.DataFrame) -> None:
     for maps, (label, line, marker, colour) in MAPS.items():
         points = rows[rows.maps == maps].sort_values("width")
         axis.plot(points.width, points.share, line, marker=marker, color=colour, label=label, markersize=5)
-    last = rows.width.max()
+    first = rows.width.min()
     for height, text in ((1 - 1 / math.e, "published: 0.63 n"), (0.5, "causal: 0.50 n")):
         axis.axhline(height, color=MUTED, linewidth=1.0, linestyle=(0, (5, 3)))
-        axis.annotate(text, (last, height + 0.008), fontsize=8, color=INK, ha="right")
-    width_axis(axis, rows.width)
-    axis.grid(False)
+        axis.annotate(text, (first, height + 0.008), fontsize=8.5, color=INK)
+    axis.set_xscale("log", base=2)
+    widths = sorted(rows.width.astype(int).unique())
+    shown = [width for width, wider in pairwise(widths) if wider >= 2 * width] + widths[-1:]
+    axis.set_xticks(shown, [str(width) for width in shown])
+    axis.tick_params(axis="x", which="minor", bottom=False)
     axis.set_ylim(0, 0.72)
     axis.set(xlabel="query-key width of a head", ylabel="rank of an attention map / n")
     axis.set_title("Width does not buy full rank", fontsize=11)
-    axis.legend(loc="lower right", fontsize=8)
+    axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.3)
 
 
 def draw_conversion(axis: "Axes", rows: pd.DataFrame) -> None:
@@ -152,7 +163,7 @@ def draw_conversion(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.plot([width], [1.0], "o", color=MUTED, markerfacecolor="none", markersize=8, label="uncut")
     axis.set_xticks([*sorted(cuts["rank"].unique()), width])
     axis.set_ylim(min(0.5, float(cuts.embedding_cosine.min()) - 0.05), 1.03)
-    axis.set(xlabel="query-key rank of a head", ylabel="cosine to the original's embeddings")
+    axis.set(xlabel="query-key rank of a head", ylabel="cosine to the original")
     axis.set_title(f"Cutting rank: {rows.model.iloc[0]}", fontsize=11)
     axis.legend(loc="lower right", fontsize=9)
 
@@ -172,7 +183,7 @@ def demo_figures(table: pd.DataFrame) -> "dict[str, Figure]":
     found = {}
     with page_colours():
         for name, (draw, rows) in panels.items():
-            figure, axes = new_figure(1, 1, 4.8, 3.9)
+            figure, axes = new_figure(1, 1, 4.2, 3.6)
             draw(axes[0, 0], rows)
             found[name] = figure
     return found
@@ -181,7 +192,7 @@ def demo_figures(table: pd.DataFrame) -> "dict[str, Figure]":
 def overview_figure(table: pd.DataFrame) -> "Figure":
     """Need, loss and ceiling side by side, on white: the picture for a README."""
     with page_colours():
-        figure, axes = new_figure(1, 3, 13.2, 4.0)
+        figure, axes = new_figure(1, 3, 12.6, 3.8)
         figure.set_facecolor("white")
         draw_separation(axes[0, 0], part(table, "separation"))
         draw_collapse(axes[0, 1], part(table, "collapse"))
