@@ -4,13 +4,13 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -75,27 +75,33 @@ def demo(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a demo in --out."),
     checkpoint: str | None = typer.Option(None, help="A folder or Hub name: your own model on the page."),
     random_inputs: bool = typer.Option(False, "--random-inputs", help="Measure it on random inputs, not on text."),
-    workers: int | None = typer.Option(None, min=0, help="Processes; 0 for none but this. By default one a core."),
+    workers: int | None = typer.Option(
+        None, min=0, help="Processes; 0: none but this. Default: one a core, at most 4."
+    ),
     seed: int = typer.Option(0, min=0, help="Seed of weights, data and maps."),
     as_json: bool = Json,
 ) -> None:
     """Six claims on rank, measured here beside the papers' numbers, and a page of them. About a minute, offline."""
     from . import demo as demonstration
     from .demo.checkpoint import measure_own
+    from .demo.measuring import Job, jobs_of
     from .demo.running import usual_workers
 
     if random_inputs and checkpoint is None:
         raise ValueError("--random-inputs says what a checkpoint reads: give --checkpoint as well.")
-    with demonstration.demo_folder(out, overwrite) as folder:
-        own = None
+    settings, own = demonstration.Settings(seed=seed), None
+    yours = Job("your model", {}, 15.0)
+    jobs = [*([yours] if checkpoint else []), *jobs_of(settings)]
+    with demonstration.demo_folder(out, overwrite) as folder, demo_bar(jobs) as progress:
         if checkpoint is not None:
-            with progress_bar("measuring your model", "batches") as start_progress:
-                own = measure_own(checkpoint, random_inputs=random_inputs, seed=seed, start_progress=start_progress)
-        settings = demonstration.Settings(seed=seed)
-        with demo_bar(settings) as progress:
-            found = demonstration.run_demo(
-                settings, workers=usual_workers() if workers is None else workers, checkpoint=own, progress=progress
-            )
+            own = measure_own(
+                checkpoint, random_inputs=random_inputs, seed=seed,
+                start_progress=lambda total: lambda: progress(yours, yours.cost / total, False),
+            )  # fmt: skip
+            progress(yours, 0.0, True)
+        found = demonstration.run_demo(
+            settings, workers=usual_workers() if workers is None else workers, checkpoint=own, progress=progress
+        )
         files = demonstration.write_demo(found, folder)
     shown = out or Path("demo")
     if as_json:
@@ -110,11 +116,9 @@ def demo(
 
 
 @contextmanager
-def demo_bar(settings) -> Iterator[Callable[..., object]]:
-    """Share of the work done and time left, on stderr; a plain line for each finished job where nobody watches."""
-    from .demo.measuring import jobs_of
-
-    console, begun, jobs, over = Console(stderr=True), time.perf_counter(), jobs_of(settings), 0
+def demo_bar(jobs: Sequence[Any]) -> Iterator[Callable[[Any, float, bool], object]]:
+    """Share of the work done and time left, on stderr; a plain line for each finished part where nobody watches."""
+    console, begun, over = Console(stderr=True), time.perf_counter(), 0
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -124,7 +128,7 @@ def demo_bar(settings) -> Iterator[Callable[..., object]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("demo", total=sum(job.cost for job in jobs))
 
-        def advance(job, seconds: float, done: bool) -> None:
+        def advance(job: Any, seconds: float, done: bool) -> None:
             nonlocal over
             over += done
             bar.update(task, advance=seconds, description=f"demo: {over} of {len(jobs)} parts")

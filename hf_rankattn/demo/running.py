@@ -1,5 +1,6 @@
 """Jobs in processes of one thread each, or one after the other in this one; the rows are the same."""
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -88,6 +89,7 @@ def enter_worker(queue: Any) -> None:
     global channel
     channel = queue
     leave_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all processes of a terminal: one of them tells of it
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
