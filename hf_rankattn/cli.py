@@ -81,7 +81,7 @@ def demo(
     seed: int = typer.Option(0, min=0, help="Seed of weights, data and maps."),
     as_json: bool = Json,
 ) -> None:
-    """Six claims on rank, measured here beside the papers' numbers, and a page of them. About a minute, offline."""
+    """Six claims on rank, measured here beside the papers' numbers, and a page of them. A minute or two, offline."""
     from . import demo as demonstration
     from .demo.checkpoint import measure_own
     from .demo.measuring import Job, jobs_of

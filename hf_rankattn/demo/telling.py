@@ -248,7 +248,8 @@ def demo_page(demo: Demo) -> str:
                 "The residual is what is left of the tokens when their mean is taken away, as a share of what they were. Weights are "
                 f"fresh, tokens random ({settings.examples} rows of {settings.length}), arithmetic is float64, so that collapse can be followed to its floor. "
                 "Published values below 5e-7 are rounding of float32 and left out. In XLNet, relative positions turn the "
-                "cubic collapse into a constant factor a layer."
+                "cubic collapse into a constant factor a layer. The published ALBERT without MLPs had an activation, a skip and a "
+                "norm of theirs left in."
             ],
             pictures=[drawn[name] for name in NAMES],
         ),
@@ -275,7 +276,7 @@ def demo_page(demo: Demo) -> str:
     sections.append(
         Section(
             "What next",
-            ["Every number of the three papers has a command; each writes a table, figures and claims."],
+            ["The experiments of the papers have a command each, which writes a table, figures and claims."],
             commands=[
                 "rankattn demo --checkpoint path/to/model   # your own model on this page",
                 "rankattn measure path/to/model --out measured",
