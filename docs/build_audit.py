@@ -1,6 +1,6 @@
 """Put the table with which `rankattn reproduce all` ended into docs/paper-notes.md.
 
-    python docs/build_audit.py runs/claims-laptop.md
+python docs/build_audit.py runs/claims-laptop.md
 """
 
 import argparse

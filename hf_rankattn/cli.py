@@ -20,7 +20,7 @@ import typer
 from rich.progress import BarColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .console import open_console, open_progress, progress_bar, sweep_bar
+from .console import demo_bar, open_console, open_progress, progress_bar, sweep_bar
 
 
 app = typer.Typer(
@@ -85,22 +85,68 @@ def commands(
 
 
 @app.command(epilog="Example: rankattn demo")
-def demo(as_json: bool = Json) -> None:
-    """Train heads of three ranks at one budget, and show rank as a config field. A minute or two, offline."""
+def demo(
+    out: Path | None = typer.Option(
+        None, help="Folder to make; by default demo, which is replaced if a demo made it."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a demo in --out."),
+    checkpoint: str | None = typer.Option(None, help="A folder or Hub name: your own model on the page."),
+    random_inputs: bool = typer.Option(False, "--random-inputs", help="Measure it on random inputs, not on text."),
+    workers: int | None = typer.Option(
+        None, min=0, help="Processes; 0: none but this. Default: one a core, at most 4."
+    ),
+    seed: int = typer.Option(0, min=0, help="Seed of weights, data and maps."),
+    as_json: bool = Json,
+) -> None:
+    """Six claims on rank, measured here beside the papers' numbers, and a page of them. A minute or two, offline."""
     from . import demo as demonstration
+    from .demo.checkpoint import measure_own
+    from .demo.measuring import Job, jobs_of
+    from .demo.running import usual_workers
 
-    start = time.perf_counter()
-    with progress_bar("training", "steps") as start_progress:
-        claims = demonstration.run_demo(progress=start_progress(demonstration.TOTAL_STEPS))
+    if random_inputs and checkpoint is None:
+        raise ValueError("--random-inputs says what a checkpoint reads: give --checkpoint as well.")
+    settings, own = demonstration.Settings(seed=seed), None
+    yours = Job("your model", {}, 15.0)
+    jobs = [*([yours] if checkpoint else []), *jobs_of(settings)]
+    with demonstration.demo_folder(out, overwrite) as folder, demo_bar(jobs) as progress:
+        if checkpoint is not None:
+            own = measure_own(
+                checkpoint, random_inputs=random_inputs, seed=seed,
+                start_progress=lambda total: lambda: progress(yours, yours.cost / total, False),
+            )  # fmt: skip
+            progress(yours, 0.0, True)
+        found = demonstration.run_demo(
+            settings, workers=usual_workers() if workers is None else workers, checkpoint=own, progress=progress
+        )
+        files = demonstration.write_demo(found, folder)
+    shown = out or Path("demo")
     if as_json:
-        print(json.dumps([claim.as_dict() for claim in claims], indent=2))
+        print(json.dumps(found.as_dict() | {"folder": str(shown), "files": files}, indent=2))
         return
-    table = Table("claim", "measured", "to compare", show_lines=True)
-    for claim in claims:
-        table.add_row(claim.claim, claim.measured, claim.compare)
+    table = Table("claim", "here", "published", "source", "holds", show_lines=True)
+    for claim in found.claims:
+        table.add_row(claim.claim, claim.measured, claim.published, claim.source, claim.verdict)
     console = open_console()
     console.print(table)
-    console.print(f"Measured here, in {time.perf_counter() - start:.0f} seconds.", highlight=False)
+    console.print(f"Measured here, in {found.seconds:.0f} seconds. To read: {shown / files[0]}", highlight=False, soft_wrap=True)  # fmt: skip
+
+
+@app.command(epilog="Example: rankattn report runs --out runs.html")
+def report(
+    folder: Path = typer.Argument(help="What rankattn reproduce or rankattn measure wrote, or a folder of such."),
+    out: Path = typer.Option(help="The page to write, .html."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the page if it exists."),
+    as_json: bool = Json,
+) -> None:
+    """Put results and their figures on one page that needs nothing but itself."""
+    from .report.html import check_writable, write_page
+    from .report.results import report_page
+
+    check_writable(out, overwrite)
+    page = write_page(report_page(folder), out, overwrite)
+    size = page.stat().st_size
+    print(json.dumps({"page": str(page), "bytes": size}, indent=2) if as_json else f"{page}: {size / 1024:.0f} kB")
 
 
 @app.command(epilog="Example: rankattn env --json")

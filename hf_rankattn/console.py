@@ -3,8 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -66,3 +67,27 @@ def sweep_bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
             return advance
 
         yield start
+
+
+@contextmanager
+def demo_bar(jobs: Sequence[Any]) -> Iterator[Callable[[Any, float, bool], object]]:
+    """Share of the work done and time left, on stderr; a plain line for each finished part where nobody watches."""
+    begun, over = time.perf_counter(), 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with open_progress(*columns) as bar:
+        task = bar.add_task("demo", total=sum(job.cost for job in jobs))
+
+        def advance(job: Any, seconds: float, done: bool) -> None:
+            nonlocal over
+            over += done
+            bar.update(task, advance=seconds, description=f"demo: {over} of {len(jobs)} parts")
+            if done and bar.disable:
+                spent = time.perf_counter() - begun
+                print(f"demo: {job.part}, {over}/{len(jobs)} parts, {spent:.0f} s", file=sys.stderr, flush=True)
+
+        yield advance

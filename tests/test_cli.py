@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from hf_rankattn import __version__, cli, console, demo
+from hf_rankattn import __version__, cli, console
 from hf_rankattn.experiments import EXPERIMENTS
 from hf_rankattn.experiments.engines import deaf_to_interrupts
 from hf_rankattn.tasks import TASKS
@@ -178,17 +177,6 @@ def test_tables_and_progress_without_escape_codes(setting, monkeypatch, capsys):
         start(1)()
     printed = capsys.readouterr()
     assert printed.out == "loud\n" and "\x1b" not in printed.err
-
-
-def test_the_demo_shows_its_claims(monkeypatch):
-    monkeypatch.setattr(demo, "STEPS", 40)
-    monkeypatch.setattr(demo, "TOTAL_STEPS", 160)
-    result = CliRunner().invoke(cli.app, ["demo", "--json"])
-    assert result.exit_code == 0, result.output
-    claims = json.loads(result.stdout)
-    assert len(claims) == 7
-    assert claims[4]["measured"] == "0" and claims[5]["measured"] == "16"
-    assert claims[6]["measured"] == "884,736"
 
 
 def test_the_installed_command_runs():

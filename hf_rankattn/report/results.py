@@ -1,0 +1,178 @@
+"""Folders of results to one page: those of `rankattn reproduce`, of `rankattn measure`, and folders of such folders."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .html import Grid, Section, claims_grid, png_picture, render_page
+from .summary import findings
+
+
+MANIFEST, CLAIMS, TABLE = "experiment.json", "claims.json", "table.parquet"
+FIELDS = ("claim", "source", "published", "measured", "verdict")
+# runs/NAME/SCALE is the deepest there is
+DEPTH = 2
+SURVEY_FIGURES = {
+    "residuals": "Relative residual by layer, with and without skips and MLPs",
+    "attention_rank": "Rank of the attention maps by layer and head",
+    "query_key_spectra": "Energy of the query-key weights and of the logits by components kept, a panel a layer",
+}
+
+
+def report_page(folder: str | Path) -> str:
+    """The page of all results in a folder, itself a run or a measurement or one that holds such, two levels deep."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder: give one that rankattn reproduce or rankattn measure has written."
+        )
+    found = list(result_folders(folder, DEPTH))
+    runs = [path for path, kind in found if kind == "run"]
+    surveys = [path for path, kind in found if kind == "survey"]
+    unfinished = [path for path, kind in found if kind == "unfinished"]
+    told, sections = set(), []
+    for path in runs:
+        manifest = read_manifest(path)
+        told.add((manifest["experiment"], manifest["scale"]))
+        sections.append(run_section(path, manifest))
+    for summary in sorted(folder.glob("claims-*.json")):
+        sections += summary_sections(summary, told)
+    sections += [survey_section(*read_survey(path), read_figures(path)) for path in surveys]
+    if not sections:
+        hint = (
+            f" {unfinished[0]} is of a run that has not ended: the same rankattn reproduce goes on with it."
+            if unfinished
+            else ""
+        )
+        raise ValueError(
+            f"{folder} holds no results of rankattn reproduce ({CLAIMS}) or of rankattn measure ({TABLE}).{hint}"
+        )  # fmt: skip
+    footer = [f"Written by rankattn report from {folder.resolve().name}."]
+    footer += [f"Left out, as the run has not ended: {path.relative_to(folder)}." for path in unfinished]
+    what = " and ".join(
+        f"{count} {name}{'' if count == 1 else 's'}"
+        for count, name in ((len(sections) - len(surveys), "experiment"), (len(surveys), "measured model"))
+        if count
+    )
+    return render_page(
+        "Rank of attention: results", f"{what}, published numbers beside ours.", sections, footer=footer
+    )
+
+
+def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
+    """Folders of results and their kinds, in the order of their names."""
+    if (folder / MANIFEST).is_file():
+        yield folder, "run" if (folder / CLAIMS).is_file() else "unfinished"
+    elif (folder / TABLE).is_file() and survey_facts(folder / TABLE) is not None:
+        yield folder, "survey"
+    elif depth:
+        for below in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            yield from result_folders(below, depth - 1)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or not all(
+        isinstance(manifest.get(key), str) for key in ("experiment", "scale")
+    ):
+        raise ValueError(f"{folder / MANIFEST} is not the manifest of an experiment.")
+    return manifest
+
+
+def read_claims(path: Path) -> list[Mapping[str, Any]]:
+    claims = read_json(path)
+    right = isinstance(claims, list) and all(
+        isinstance(claim, dict) and all(isinstance(claim.get(key), str) for key in FIELDS) for claim in claims
+    )
+    if not right:
+        raise ValueError(
+            f"{path} does not hold claims of rankattn reproduce: each has {', '.join(FIELDS)}, all of them text."
+        )
+    return claims  # fmt: skip
+
+
+def read_figures(folder: Path) -> dict[str, bytes]:
+    return {path.stem: path.read_bytes() for path in sorted(folder.glob("*.png"))}
+
+
+def run_section(folder: Path, manifest: Mapping[str, Any]) -> Section:
+    claims, name = read_claims(folder / CLAIMS), manifest["experiment"]
+    held = [sum(claim["verdict"] == verdict for claim in claims) for verdict in ("yes", "no")]
+    text = f"{len(claims)} claims: {held[0]} hold, {held[1]} do not, {len(claims) - sum(held)} cannot be tested here."
+    return Section(
+        f"{name}, {manifest['scale']} scale",
+        [text],
+        [claims_grid(claims)] if claims else [],
+        [
+            png_picture(data, f"Figure {figure} of the experiment {name}; its numbers are in the table above.", figure)
+            for figure, data in read_figures(folder).items()
+        ],
+        [f"rankattn reproduce {name} --scale {manifest['scale']}"],
+    )
+
+
+def summary_sections(path: Path, told: set[tuple[str, str]]) -> list[Section]:
+    """Claims of experiments whose own folders are not there."""
+    scale, claims = path.stem.removeprefix("claims-"), read_claims(path)
+    missing: dict[str, list[Mapping[str, Any]]] = {}
+    for claim in claims:
+        name = str(claim.get("experiment", "experiment"))
+        if (name, scale) not in told:
+            missing.setdefault(name, []).append(claim)
+    return [
+        Section(f"{name}, {scale} scale", [f"From {path.name}; its figures are not there."], [claims_grid(own)])
+        for name, own in missing.items()
+    ]
+
+
+def survey_facts(path: Path) -> dict[str, Any] | None:
+    """The facts that `rankattn measure` keeps in the metadata of its table; None for any other table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        facts = json.loads(metadata[b"hf_rankattn"]) if b"hf_rankattn" in metadata else None
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from error
+    return facts if isinstance(facts, dict) else None
+
+
+def read_survey(folder: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    path = folder / TABLE
+    try:
+        return pd.read_parquet(path), survey_facts(path) or {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from error
+
+
+def survey_section(
+    table: pd.DataFrame, facts: Mapping[str, Any], figures: Mapping[str, bytes], title: str = "Measured"
+) -> Section:
+    """What `rankattn measure` found, in words and figures."""
+    try:
+        found = findings(table, dict(facts))
+        about = (
+            f"{facts['family']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} examples "
+            f"from {facts['source']}."
+        )  # fmt: skip
+        heading = f"{title}: {facts['title']}"
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"this is not a table of rankattn measure: {type(error).__name__} {error}.") from error
+    answers = Grid(["question", "answer", "to compare"], [[f.question, f.answer, f.compare] for f in found])
+    said = " ".join(f"{f.question} {f.answer}." for f in found)
+    pictures = [
+        png_picture(data, f"{SURVEY_FIGURES.get(name, name)}. {said}", SURVEY_FIGURES.get(name, name))
+        for name, data in figures.items()
+    ]
+    return Section(heading, [about], [answers], pictures)

@@ -1,0 +1,117 @@
+"""What `make demo` does, at sizes that take seconds."""
+
+import functools
+import json
+
+import pytest
+from testing_pages import check_page
+from transformers import BertConfig, BertModel
+from typer.testing import CliRunner
+
+from hf_rankattn import cli, demo
+from hf_rankattn.demo.measuring import Job
+from hf_rankattn.demo.running import run_jobs
+from hf_rankattn.report.html import render_page
+
+
+TINY = {
+    "dim": 4, "points": 4, "steps": 10, "ranks": (4, 2, 1), "shape": "smoke", "examples": 1, "length": 16, "widths": (2, 8),
+    "draws": 4, "own_model": {"hidden": 16, "heads": 2, "layers": 1}, "real_weights": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "Settings", functools.partial(demo.Settings, **TINY))
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch, tmp_path):
+    """What is refused is refused before anything is computed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "run_demo", lambda *args, **kwargs: pytest.fail("the demonstration was run"))
+    return tmp_path
+
+
+def own_model(folder):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    BertModel(BertConfig(**sizes, vocab_size=50, max_position_embeddings=32)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_demo_ends_with_six_claims_and_a_page_with_ones_own_model_on_it(tiny):
+    model = own_model(tiny / "b<b>old")
+    command = ["demo", "--workers", "0", "--json", "--checkpoint", model, "--random-inputs"]
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["claims"]) == 6
+    assert all(claim["measured"] and claim["published"] and claim["source"] for claim in found["claims"])
+    assert sorted(path.name for path in (tiny / "demo").iterdir()) == sorted(found["files"])
+    page = check_page((tiny / "demo" / "report.html").read_text())
+    words = "".join(page.words)
+    assert all(claim["claim"] in words and claim["measured"] in words for claim in found["claims"])
+    assert len(page.all("svg")) == 6 and len(page.all("img")) == 3
+    assert "b<b>old" in words and not page.all("b")
+    assert (tiny / "demo" / "overview.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_replaces_its_own_folder_and_a_named_one_when_asked(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for text in ("first", "second"):
+        with demo.demo_folder(None) as folder:
+            (folder / "report.html").write_text(render_page(text, "", [], kind="demo"))
+    assert "second" in (tmp_path / "demo" / "report.html").read_text()
+    with pytest.raises(ValueError, match="exists already"), demo.demo_folder(tmp_path / "demo"):
+        pass
+    with demo.demo_folder(tmp_path / "demo", overwrite=True) as folder:
+        (folder / "report.html").write_text("third")
+    assert [path.name for path in tmp_path.rglob("*")] == ["demo", "report.html"]
+
+
+def test_a_folder_of_somebody_else_is_left_alone(nothing_runs):
+    (nothing_runs / "demo").mkdir()
+    (nothing_runs / "demo" / "report.html").write_text("mine")
+    for options in ([], ["--out", "demo"], ["--out", "demo", "--overwrite"]):
+        with pytest.raises(ValueError, match="demo"):
+            CliRunner().invoke(cli.app, ["demo", *options], catch_exceptions=False)
+    assert [path.name for path in nothing_runs.rglob("*")] == ["demo", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checkpoint", "no/such/model"], "cannot be read as a checkpoint"),
+        (["--random-inputs"], "give --checkpoint as well"),
+        (["--out", "file/below"], "cannot be made"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(nothing_runs, options, message):
+    (nothing_runs / "file").write_text("")
+    with pytest.raises(ValueError, match=message) as caught:
+        CliRunner().invoke(cli.app, ["demo", *options], catch_exceptions=False)
+    assert len(str(caught.value).splitlines()) == 1
+    assert [path.name for path in nothing_runs.iterdir()] == ["file"]
+
+
+def test_another_process_finds_what_this_one_finds():
+    settings, told = demo.Settings(**TINY), []
+    heads = {"num_attention_heads": 2, "qk_rank": 2, "v_head_dim": 2, "qk_norm": False}
+    jobs = [Job("separation", heads, 3.0), Job("ceiling", {}, 1.0)]
+    apart = run_jobs(jobs, settings, 1, lambda *what: told.append(what))
+    assert apart == run_jobs(jobs, settings, 0, lambda *_: None) and len(apart) == 9
+    assert sum(seconds for _, seconds, _ in told) == pytest.approx(4.0)
+    assert [job.part for job, _, over in told if over] == ["separation", "ceiling"]
+
+
+@pytest.mark.slow
+def test_what_a_job_raises_in_another_process_is_raised_here():
+    with pytest.raises(KeyError, match="explode"):
+        run_jobs([Job("explode", {}, 1.0)], demo.Settings(**TINY), 1, lambda *_: None)
+
+
+def test_fewer_than_no_workers_are_refused():
+    with pytest.raises(ValueError, match="`workers` must be at least 0, got -1"):
+        demo.run_demo(workers=-1)

@@ -1,0 +1,145 @@
+"""Pages of results: what is in a folder is on the page as it is written, and nothing else gets in."""
+
+import json
+
+import pytest
+from testing_pages import check_page
+from transformers import BertConfig
+from typer.testing import CliRunner
+
+from hf_rankattn import cli
+from hf_rankattn.experiments import reproduce_all
+from hf_rankattn.report.html import Section, claims_grid, png_picture, render_page, svg_picture
+from hf_rankattn.report.plots import new_figure
+from hf_rankattn.survey import measure_checkpoint, write_survey
+
+
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'&lt;"
+CLAIM = {
+    "claim": HOSTILE,
+    "source": HOSTILE,
+    "published": HOSTILE,
+    "measured": HOSTILE,
+    "verdict": "no",
+    "why": HOSTILE,
+}
+
+
+def report(*arguments):
+    return CliRunner().invoke(cli.app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+def write_run(folder, claims=(CLAIM,), **manifest):
+    folder.mkdir(parents=True)
+    (folder / "experiment.json").write_text(json.dumps({"experiment": HOSTILE, "scale": "laptop", **manifest}))
+    (folder / "claims.json").write_text(json.dumps(claims))
+
+
+def test_hostile_texts_stay_texts():
+    figure, axes = new_figure(1, 1, 2.0, 2.0)
+    axes[0, 0].set_title("a <b> & -->")
+    drawing = svg_picture(figure, HOSTILE, "one", HOSTILE)
+    section = Section(HOSTILE, [HOSTILE], [claims_grid([CLAIM], HOSTILE)], [drawing], [HOSTILE])
+    page = check_page(render_page(HOSTILE, HOSTILE, [section], footer=[HOSTILE]))
+    assert page.words.count(HOSTILE) >= 10
+    assert page.all("svg")[0]["aria-label"] == HOSTILE and not page.all("img")
+
+
+def test_drawings_take_the_colour_of_the_text_and_share_no_ids():
+    figure, axes = new_figure(1, 1, 2.0, 2.0)
+    axes[0, 0].plot([0, 1], [0, 1], marker="o", color="#0b0c0d")
+    drawings = [svg_picture(figure, "a line", name) for name in ("one", "two")]
+    assert "currentColor" in drawings[0].markup and "#0b0c0d" not in drawings[0].markup
+    check_page(render_page("t", "l", [Section("s", pictures=drawings)]))
+
+
+def test_a_folder_of_experiments_becomes_a_page(tmp_path):
+    claims = [claim for outcome in reproduce_all(["path-counts"], tmp_path / "runs", scale="smoke", workers=0) for claim in outcome.claims]  # fmt: skip
+    write_run(tmp_path / "runs" / "hostile" / "laptop")
+    summary = tmp_path / "runs" / "claims-smoke.json"
+    told = json.loads(summary.read_text())
+    summary.write_text(json.dumps([*told, {**CLAIM, "experiment": "elsewhere"}]))
+    unfinished = tmp_path / "runs" / "depth" / "smoke"
+    unfinished.mkdir(parents=True)
+    (unfinished / "experiment.json").write_text("{}")
+    assert report(tmp_path / "runs", "--out", tmp_path / "page.html").exit_code == 0
+    page = check_page((tmp_path / "page.html").read_text())
+    words = "\n".join(page.words)
+    assert all(words.count(claim.claim) == 1 for claim in claims)
+    assert len(page.all("img")) == len(list((tmp_path / "runs" / "path-counts" / "smoke").glob("*.png"))) > 0
+    assert "elsewhere, smoke scale" in words and "depth/smoke" in words
+
+
+def test_a_measured_checkpoint_becomes_a_page(tmp_path):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    BertConfig(**sizes, vocab_size=50).save_pretrained(tmp_path / "bert")
+    options = {"random_init": True, "random_inputs": True, "examples": 2, "length": 8}
+    table, facts = measure_checkpoint(str(tmp_path / "bert"), **options)
+    (tmp_path / "measured").mkdir()
+    write_survey(table, facts, tmp_path / "measured")
+    result = report(tmp_path / "measured", "--out", tmp_path / "page.html", "--json")
+    assert json.loads(result.stdout)["bytes"] == (tmp_path / "page.html").stat().st_size
+    page = check_page((tmp_path / "page.html").read_text())
+    assert len(page.all("img")) == 3 and "How much query-key rank do the weights hold?" in page.words
+
+
+def damaged(folder, what):
+    if what != "empty":
+        write_run(folder)
+    if what == "claims":
+        (folder / "claims.json").write_text('[{"claim": 1}]')
+    if what == "json":
+        (folder / "claims.json").write_bytes(b"\xff{")
+    if what == "manifest":
+        (folder / "experiment.json").write_text("[]")
+    if what == "figure":
+        (folder / "plot.png").write_text("<svg onload=alert(1)>")
+    if what == "unfinished":
+        (folder / "claims.json").unlink()
+    if what == "table":
+        (folder / "experiment.json").unlink()
+        (folder / "table.parquet").write_text("no table")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("empty", "holds no results"),
+        ("claims", "does not hold claims"),
+        ("json", "cannot be read as JSON"),
+        ("manifest", "is not the manifest"),
+        ("figure", "is not a PNG file"),
+        ("unfinished", "has not ended"),
+        ("table", "cannot be read as a table"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_no_page(tmp_path, what, message):
+    folder = tmp_path / "runs" / "name" / "laptop"
+    (tmp_path / "runs").mkdir()
+    damaged(folder, what)
+    with pytest.raises(ValueError, match=message) as caught:
+        report(tmp_path / "runs", "--out", tmp_path / "out" / "page.html")
+    assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_pages_are_replaced_when_asked_and_other_files_never(tmp_path):
+    write_run(tmp_path / "run")
+    page = tmp_path / "page.html"
+    assert report(tmp_path / "run", "--out", page).exit_code == 0
+    with pytest.raises(ValueError, match="exists already"):
+        report(tmp_path / "run", "--out", page)
+    assert report(tmp_path / "run", "--out", page, "--overwrite").exit_code == 0
+    page.write_text("<html>mine</html>")
+    for out, message in ((page, "not written by rankattn"), (tmp_path / "page.txt", "must end in .html"), (tmp_path / "x.html" / "p.html", "cannot be written")):  # fmt: skip
+        (tmp_path / "x.html").write_text("")
+        with pytest.raises(ValueError, match=message):
+            report(tmp_path / "run", "--out", out, "--overwrite")
+    with pytest.raises(ValueError, match="is not a folder"):
+        report(tmp_path / "nowhere", "--out", tmp_path / "new.html")
+    assert page.read_text() == "<html>mine</html>"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run", "x.html"]
+
+
+def test_only_png_files_are_taken_for_png():
+    with pytest.raises(ValueError, match="is not a PNG file"):
+        png_picture(b"GIF89a", "a figure")
