@@ -1,7 +1,7 @@
 """Write docs/api.md from the docstrings of the public names; with --check, only say whether it is up to date.
 
-    python docs/build_api.py
-    python docs/build_api.py --check
+python docs/build_api.py
+python docs/build_api.py --check
 """
 
 import inspect
@@ -14,9 +14,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import evaluate
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import modeling_auto
 
 import hf_rankattn
 from hf_rankattn import experiments, tasks, theory
@@ -72,7 +72,8 @@ def rooms() -> dict[str, dict[str, Any]]:
     found["constructions"] = {
         name: thing
         for name, thing in public(constructions).items()
-        if thing.__module__ == constructions.__name__ and name not in ("bare_model", "empty_model")  # their raw material
+        if thing.__module__ == constructions.__name__
+        and name not in ("bare_model", "empty_model")  # their raw material
     }
     found["more tasks"] = {name: thing for name, thing in public(tasks).items() if name not in found["tasks"]}
     found["experiments"] = public(experiments)
@@ -85,12 +86,9 @@ def is_model(thing: Any) -> bool:
 
 def auto_class(model: type) -> str:
     """The Auto classes of transformers that give this class."""
-    found = []
-    for name in dir(transformers):
-        mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
-        if mapping is not None and model in mapping._extra_content.values():
-            found.append(f"`{name}`")
-    return ", ".join(found)
+    mappings = {name: getattr(thing, "_model_mapping", None) for name, thing in vars(modeling_auto).items()}
+    found = [name for name, mapping in mappings.items() if mapping and model in mapping._extra_content.values()]
+    return ", ".join(f"`{name}`" for name in sorted(found))
 
 
 def summary(thing: Any) -> str:
