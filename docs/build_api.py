@@ -6,7 +6,6 @@ python docs/build_api.py --check
 
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from hf_rankattn.theory import constructions
 
 
 PAGE = Path(__file__).parent / "api.md"
+AUTO_CLASSES = [name for name in modeling_auto.__all__ if re.fullmatch(r"AutoModel(For\w+)?", name)]
 FAMILIES = ("RankBert", "RankAlbert", "RankXLNet", "RankEncoder")
 HEAD = """# API
 
@@ -86,9 +86,9 @@ def is_model(thing: Any) -> bool:
 
 def auto_class(model: type) -> str:
     """The Auto classes of transformers that give this class."""
-    mappings = {name: getattr(thing, "_model_mapping", None) for name, thing in vars(modeling_auto).items()}
-    found = [name for name, mapping in mappings.items() if mapping and model in mapping._extra_content.values()]
-    return ", ".join(f"`{name}`" for name in sorted(found))
+    mappings = {name: getattr(modeling_auto, name)._model_mapping for name in AUTO_CLASSES}
+    found = [name for name, mapping in mappings.items() if model in mapping._extra_content.values()]
+    return ", ".join(f"`{name}`" for name in found)
 
 
 def summary(thing: Any) -> str:
@@ -157,10 +157,10 @@ def rendered(doc: str) -> Iterator[str]:
         line = lines[place]
         if line.startswith("```"):
             end = lines.index("```", place + 1)
-            yield from ["```py", *lines[place + 1 : end], "```"]
+            yield from ["```pycon", *lines[place + 1 : end], "```"]
             place = end + 1
         elif line.startswith(">>>"):
-            yield "```py"
+            yield "```pycon"
             while place < len(lines) and lines[place].strip():
                 yield lines[place]
                 place += 1
@@ -182,7 +182,7 @@ def rendered(doc: str) -> Iterator[str]:
 
 
 def entry(name: str, thing: Any, names: dict[str, Any]) -> Iterator[str]:
-    yield f"\n### {name}\n\n```py\n{signature(name, thing)}\n```\n"
+    yield f"\n### {name}\n\n```text\n{signature(name, thing)}\n```\n"
     yield linked("\n".join(rendered(inspect.getdoc(thing) or "")), names)
     if isinstance(thing, type) and issubclass(thing, PreTrainedConfig):
         yield f"\n`{name}.head_geometry(layer)`: {summary(thing.head_geometry)}"
@@ -208,15 +208,5 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
 
 
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        same = PAGE.exists() and PAGE.read_text() == text
-        print(f"{PAGE.name} is up to date" if same else f"{PAGE.name} is out of date: run python docs/build_api.py")
-        return 0 if same else 1
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())
