@@ -79,7 +79,9 @@ def test_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch, capsy
     assert not any(cell.get("outputs") for cell in cells), "store the notebook without outputs"
     code = [("python", "".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 3
+    monkeypatch.setenv("MPLBACKEND", "agg")
     run_blocks(code, notebook, capsys)
+    importlib.import_module("matplotlib.pyplot").close("all")
 
 
 def links(page: Path) -> list[str]:
