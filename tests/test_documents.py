@@ -88,9 +88,18 @@ def links(page: Path) -> list[str]:
     return [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()) if not link.startswith("http")]
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", named(PAGES))
 def test_relative_links_exist(page):
     assert not [link for link in links(page) if not (page.parent / link).exists()]
+    for target, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([^)]*)\)", page.read_text()):
+        assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
 def test_index_leads_to_every_page_and_every_page_leads_on():
