@@ -105,6 +105,21 @@ def measure_attention(
     multiple of that of the content-free map, under the name `..._over_content_free` (not where a sliding window cuts).
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import measure_attention
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = measure_attention(model, batch, metrics="full")
+    >>> table[table.metric == "effective_rank"].groupby("layer")["head"].nunique().tolist()
+    [4, 4]
+    ```
     """
     model = plain(model)
     family_of(model)

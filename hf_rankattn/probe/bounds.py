@@ -231,6 +231,22 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
     Returns a long table with the columns `model, layer, example, metric, value, note`. The note is empty, or says that a
     bound is vacuous (not below the residual of the input) or why it does not apply (a causal mask, relative or rotary
     positions, unit-norm queries, hardmax), or that what is measured is rounding; what does not apply at all is NaN.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import layer_bounds
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = layer_bounds(model, batch)
+    >>> first = table[table.layer == 0].set_index("metric").value
+    >>> bool(first["measured"] < first["sharp_bound"] < first["repaired_bound"])
+    True
+    ```
     """
     model = plain(model)
     sublayers_of(model)

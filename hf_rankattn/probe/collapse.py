@@ -76,6 +76,21 @@ def measure_collapse(
             Of `"san"` (attention alone), `"san+mlp"`, `"san+skip"` and `"transformer"` (the whole model).
 
     Returns a long table with the columns `model, variant, layer, example, metric, value`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import measure_collapse
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = measure_collapse(model, batch, variants=["san"])
+    >>> table[table.metric == "relative_residual"].layer.tolist()
+    [0, 1, 2]
+    ```
     """
     model = plain(model)
     family_of(model)

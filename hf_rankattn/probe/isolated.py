@@ -138,6 +138,21 @@ def isolated_paths(
 
     Metrics: `relative_residual` of the sum; with labels `loss`, and `accuracy` where labels are classes.
     Returns a long table with the columns `model, length, repetition, example, metric, value`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import isolated_paths
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = isolated_paths(model, batch, paths=5, repetitions=2)
+    >>> sorted(table.length.unique().tolist()), table.metric.unique().tolist()
+    ([0, 1, 2], ['relative_residual'])
+    ```
     """
     model = plain(model)
     if any(map(sublayers_of(model).pre_norm, layers_of(model))):
@@ -206,6 +221,22 @@ def path_products(
     doubly exponential one of the states of pure attention.
 
     Returns a long table with the columns `model, length, path, example, metric, value`; `path` counts the draws.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import path_products
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = path_products(model, batch, samples=20)
+    >>> medians = table.groupby("length").value.median()
+    >>> bool(medians[2] < medians[1] < 1)
+    True
+    ```
     """
     model = plain(model)
     heads = head_counts(model)

@@ -91,10 +91,26 @@ def measure_logits(
     Softmax ignores what is constant along a row, so the keys are centred over the tokens of their text. Queries and keys
     are taken where they meet, after biases, norms and rotary positions; masks are left aside. Of XLNet's logits it is
     the content term, without that of the relative positions. Besides the rank metrics there are `rank_limit`, which the
-    geometry allows (for latent attention `min(qk_nope_head_dim, kv_lora_rank, q_lora_rank) + qk_rope_head_dim`), and `logit_std`, the root mean square of the row-centred logits: near 0 for maps that look at no
-    content, above `sqrt(2 ln n)` for maps that are nearly hard.
+    geometry allows (for latent attention `min(qk_nope_head_dim, kv_lora_rank, q_lora_rank) + qk_rope_head_dim`), and
+    `logit_std`, the root mean square of the row-centred logits: near 0 for maps that look at no content, above
+    `sqrt(2 ln n)` for maps that are nearly hard.
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import measure_logits
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = measure_logits(model, batch)
+    >>> table[table.metric == "rank_limit"].value.unique().tolist()
+    [16.0]
+    ```
     """
     model = plain(model)
     base, depth, frames, offset = base_of(model), len(layers_of(model)), [], 0

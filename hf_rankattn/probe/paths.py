@@ -213,6 +213,22 @@ def path_lengths(
 
     Returns a long table with the columns `model, length, example, metric, value`, with `layer` or `layer, head` in the
     place of `length`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import path_lengths
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> table = path_lengths(model, batch)
+    >>> shares = table[table.metric == "projection"].set_index("length").value
+    >>> shares.index.tolist(), bool(abs(shares.sum() - 1) < 1e-5)
+    ([0, 1, 2], True)
+    ```
     """
     model = plain(model)
     sublayers_of(model)
@@ -320,6 +336,22 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
     maps of its heads, from one, and `reconstruction_error`, in rows of no path.
 
     Returns a long table with the columns `model, source, path, length, example, metric, value`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import ablate, path_terms
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
+    >>> with ablate(model, mlp=True, norm=True):
+    ...     table = path_terms(model, batch)
+    >>> table[table.source == "embeddings"].path.nunique()  # (4 heads or the skip)^2 layers
+    25
+    ```
     """
     model, limit = plain(model), whole("limit", limit, 1)
     sublayers_of(model)

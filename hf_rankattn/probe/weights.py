@@ -97,6 +97,18 @@ def measure_weights(
     `min(q_lora_rank, min(qk_nope_head_dim, kv_lora_rank) + qk_rope_head_dim)`.
 
     Returns a long table with the columns `model, layer, head, metric, value`. Layers that share weights have equal rows.
+
+    Example:
+
+    ```python
+    >>> from transformers import BertConfig, BertModel
+    >>> from hf_rankattn import measure_weights
+
+    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> table = measure_weights(BertModel(BertConfig(**shape)))
+    >>> bool(table[table.metric == "numerical_rank"].value.max() <= 16)
+    True
+    ```
     """
     model, frames = plain(model), []
     for layer, module in enumerate(layers_of(model)):

@@ -73,6 +73,17 @@ def model_card(
         license (`str`, *optional*): Licence of the weights.
         language (`str`, *optional*): Language of the texts it reads.
         remote_code (`bool`, *optional*, defaults to `False`): Whether its folder carries the source of its classes.
+
+    Example:
+
+    ```python
+    >>> from hf_rankattn import RankEncoderConfig, model_card
+
+    >>> config = RankEncoderConfig(input_dim=8, num_attention_heads=4, qk_rank=3)
+    >>> card = model_card(config, model_class="RankEncoderModel", repo_id="me/encoder")
+    >>> card.data.library_name, "qk_rank-3" in card.data.tags
+    ('hf_rankattn', True)
+    ```
     """
     if not hasattr(config, "head_geometry"):
         raise ValueError(f"`config` must be the configuration of a rank model, got a {type(config).__name__}.")

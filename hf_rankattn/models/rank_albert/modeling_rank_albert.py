@@ -86,6 +86,8 @@ class RankAlbertTransformer(AlbertTransformer):
 
 
 class RankAlbertPreTrainedModel(AlbertPreTrainedModel):
+    """Base class of the ALBERT family on rank attention: loading, checks and defaults."""
+
     config: RankAlbertConfig
     # Flash and flex kernels are off until they have been tested on a GPU with unequal widths.
     _supports_flash_attn = False

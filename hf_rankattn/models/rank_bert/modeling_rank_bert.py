@@ -104,6 +104,8 @@ class RankBertAttention(BertAttention):
 
 
 class RankBertLayer(BertLayer):
+    """[`~transformers.models.bert.modeling_bert.BertLayer`] on rank attention."""
+
     __init__ = rebind(BertLayer.__init__, BertAttention=RankBertAttention)
 
 
@@ -112,6 +114,8 @@ class RankBertEncoder(BertEncoder):
 
 
 class RankBertPreTrainedModel(BertPreTrainedModel):
+    """Base class of the BERT family on rank attention: loading, checks and defaults."""
+
     config: RankBertConfig
     # Flash and flex kernels are off until they have been tested on a GPU with unequal widths.
     _supports_flash_attn = False

@@ -205,6 +205,8 @@ class RankEncoderEmbeddings(nn.Module):
 
 
 class RankEncoderPreTrainedModel(PreTrainedModel):
+    """Base class of the encoders: loading, checks and initialisation."""
+
     config: RankEncoderConfig
     base_model_prefix = "encoder"
     main_input_name = "points"

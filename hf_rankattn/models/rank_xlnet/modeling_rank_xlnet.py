@@ -69,6 +69,8 @@ class RankXLNetLayer(XLNetLayer):
 
 
 class RankXLNetPreTrainedModel(XLNetPreTrainedModel):
+    """Base class of the XLNet family on rank attention: loading, checks and defaults."""
+
     config: RankXLNetConfig
     _no_split_modules = ["RankXLNetLayer"]
     model_tags = ["rank-attention"]
