@@ -17,13 +17,13 @@ REPEATS = 3
 Make = Callable[[int], Callable[[], object]]
 
 
-def small_bert(hidden: int, layers: int, positions: int = 512, heads: int | None = None) -> BertModel:
+def small_bert(hidden: int, layers: int, positions: int = 512, widening: int = 4) -> BertModel:
     config = BertConfig(
         vocab_size=512,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=heads or hidden // 32,
-        intermediate_size=4 * hidden,
+        num_attention_heads=hidden // 32,
+        intermediate_size=widening * hidden,
         max_position_embeddings=positions,
     )
     return BertModel(config, add_pooling_layer=False).eval()
@@ -63,13 +63,13 @@ def collapse_of_layers(layers: int) -> Callable[[], object]:
 
 
 def lengths_of_layers(layers: int) -> Callable[[], object]:
-    model = small_bert(128, layers)
+    model = small_bert(64, layers, widening=1)  # what is linear in layers is kept small
     model.set_attn_implementation("eager")
-    return partial(path_lengths, model, tokens(4, 64))
+    return partial(path_lengths, model, tokens(1, 256))
 
 
 def maps_of(n: int, metrics: Callable[..., object]) -> Callable[[], object]:
-    logits = 3 * torch.randn(1, 2, n, n, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(1, 1, n, n, generator=torch.Generator().manual_seed(0))
     return partial(metrics, logits.softmax(-1))
 
 
@@ -97,23 +97,23 @@ def run(repeats: int) -> Iterator[Row]:
     what = "measure_collapse in tokens, n << 6 d"
     yield grown(what, 1, 0.15, (64, 128, 256), partial(collapse_of_length, hidden=768), "24 n d^2 rules")
     what = "measure_collapse in tokens, n >> 6 d"
-    yield grown(what, 2, 0.2, (2048, 4096, 8192), partial(collapse_of_length, hidden=32), "4 n^2 d rules", 1)
+    yield grown(what, 2, 0.2, (4096, 8192, 16384), partial(collapse_of_length, hidden=32), "4 n^2 d rules", 2)
     what = "measure_collapse in layers"
     yield grown(what, 1, 0.1, (4, 8, 16, 32), collapse_of_layers, "a layer after the other")
     what = "measure_collapse in examples"
     yield grown(what, 1, 0.1, (8, 16, 32, 64), collapse_of_batch, "")
     what = "path_lengths in layers"
-    yield grown(what, 2, 0.2, (16, 32, 64), lengths_of_layers, "L^2 / 2 parts", 2)
+    yield grown(what, 2, 0.25, (48, 96, 192), lengths_of_layers, "L^2 / 2 parts", 1)
     what = "cheap metrics of maps in tokens"
-    yield grown(what, 3, 0.25, (512, 1024, 2048), partial(maps_of, metrics=cheap_metrics), "a Gram matrix, 2 n^3", 2)
+    yield grown(what, 3, 0.25, (1024, 2048, 4096), partial(maps_of, metrics=cheap_metrics), "a Gram matrix, 2 n^3", 2)
     what = "full metrics of maps in tokens"
-    yield grown(what, 3, 0.25, (128, 256, 512), partial(maps_of, metrics=spectral_metrics), "an SVD, O(n^3)", 2)
+    yield grown(what, 3, 0.25, (512, 1024, 2048), partial(maps_of, metrics=spectral_metrics), "an SVD, O(n^3)", 1)
     what = "convert_rank, weights alone, in the hidden size"
-    yield grown(what, 2, 0.2, (256, 512, 1024), partial(weights_alone, layers=2), "d / r heads of d r^2")
+    yield grown(what, 2, 0.25, (256, 512, 1024, 2048), partial(weights_alone, layers=2), "d / 32 heads of d r^2", 2)
     what = "convert_rank, weights alone, in layers"
     yield grown(what, 1, 0.1, (4, 8, 16, 32), partial(weights_alone, 256), "")
     what = "convert_rank, calibrated, in layers"
-    make = partial(calibrated, 64, examples=64)
+    make = partial(calibrated, 64, examples=16)
     yield grown(what, 2, 0.25, (8, 16, 32), make, "L^2 / 2 forward layers", 1)
     what = "product with C in heads, nothing kept"
     yield grown(what, 2, 0.1, (1024, 2048, 4096), product_of_heads, "H^2 / 2 arcsines, twice")

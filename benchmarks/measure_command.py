@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModel, AutoTokenizer, BertModel
+from transformers.utils import logging
 
 from benchmarks.apart import apart
 from benchmarks.memory import high_water_mark
@@ -83,6 +84,8 @@ class Script:
         return model
 
     def run(self) -> pd.DataFrame:
+        logging.set_verbosity_error()  # a report of what was left out of the checkpoint
+        logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
         texts = package_text()[:EXAMPLES]
         batch = tokenizer(texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt")

@@ -16,7 +16,7 @@ from hf_rankattn.tasks import task_builder
 
 
 DIM, COUNT, BATCH = 64, 16, 256
-PREPARED, STREAMED = 4096, 16 * BATCH
+PREPARED, STREAMED = 10_000, 16 * BATCH  # the rows that a train split has if nothing is said
 
 
 def one_example(rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 
 TIME_NOISE = 0.25  # what medians of ratios differ by between two runs on a shared machine
+MOST_SECONDS = 12.0
+LEAST_REPEATS = 3
 COUNT_NOISE = 0.02  # what is counted, not timed: bytes of tensors, cosines
 
 
@@ -46,16 +48,20 @@ def at_least(what: str, against: str, ratio: float, limit: float, note: str = ""
     return Row(what, against, ratio, f">= {limit:.2f}", ratio >= limit, note, "higher")
 
 
-def timed(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def timed(
+    runs: Mapping[str, Callable[[], object]], repeats: int, most: float = MOST_SECONDS
+) -> dict[str, list[float]]:
     """Seconds of CPU of each competitor over interleaved repeats, after one warm-up each.
 
     All run on one thread, so that on a quiet machine these are the seconds of the clock; on a busy one, what others take
-    is not counted.
+    is not counted. When `most` seconds are spent, `LEAST_REPEATS` are enough: what takes seconds is not what is noisy.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for repeat in range(repeats):
+        if repeat >= LEAST_REPEATS and sum(map(sum, times.values())) > most:
+            break
         # the order changes from repeat to repeat, as whoever runs second finds a warm cache
         order = list(runs.items()) if repeat % 2 else list(runs.items())[::-1]
         for name, run in order:
