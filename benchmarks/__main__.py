@@ -85,6 +85,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def stored_baseline(path: Path) -> Run | None:
+    """The baseline, or None where there is none that can be read."""
+    try:
+        return read_run(path)
+    except ValueError:
+        return None
+
+
 def measured(suites: list[str], repeats: int, console: Console) -> Run:
     """Run suites one after the other, a line for each row as it comes."""
     run = Run([], {}, this_machine())
@@ -139,8 +147,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         run.write(options.json)
     if options.write_baseline:
-        whole = options.before.updated_by(run, options.only) if options.before else run
-        whole.write(options.baseline)
+        whole = stored_baseline(options.baseline)  # as it is now: another run may have written to it in the meantime
+        (whole.updated_by(run, options.only) if whole else run).write(options.baseline)
 
 
 if __name__ == "__main__":

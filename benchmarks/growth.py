@@ -95,7 +95,7 @@ def best_weights(heads: int) -> Callable[[], object]:
 def run(repeats: int) -> Iterator[Row]:
     torch.manual_seed(0)
     what = "measure_collapse in tokens, n << 6 d"
-    yield grown(what, 1, 0.15, (64, 128, 256), partial(collapse_of_length, hidden=768), "24 n d^2 rules")
+    yield grown(what, 1, 0.15, (128, 256, 512), partial(collapse_of_length, hidden=768), "24 n d^2 rules")
     what = "measure_collapse in tokens, n >> 6 d"
     yield grown(what, 2, 0.2, (4096, 8192, 16384), partial(collapse_of_length, hidden=32), "4 n^2 d rules", 2)
     what = "measure_collapse in layers"
