@@ -103,7 +103,7 @@ def run(repeats: int) -> Iterator[Row]:
     what = "measure_collapse in examples"
     yield grown(what, 1, 0.1, (8, 16, 32, 64), collapse_of_batch, "")
     what = "path_lengths in layers"
-    yield grown(what, 2, 0.25, (48, 96, 192), lengths_of_layers, "L^2 / 2 parts", 1)
+    yield grown(what, 2, 0.25, (96, 144, 192), lengths_of_layers, "L^2 / 2 parts", 1)
     what = "cheap metrics of maps in tokens"
     yield grown(what, 3, 0.25, (1024, 2048, 4096), partial(maps_of, metrics=cheap_metrics), "a Gram matrix, 2 n^3", 2)
     what = "full metrics of maps in tokens"
@@ -114,8 +114,8 @@ def run(repeats: int) -> Iterator[Row]:
     yield grown(what, 1, 0.1, (4, 8, 16, 32), partial(weights_alone, 256), "")
     what = "convert_rank, calibrated, in layers"
     make = partial(calibrated, 64, examples=16)
-    yield grown(what, 2, 0.25, (8, 16, 32), make, "L^2 / 2 forward layers", 1)
+    yield grown(what, 2, 0.25, (16, 24, 32), make, "L^2 / 2 forward layers", 1)
     what = "product with C in heads, nothing kept"
-    yield grown(what, 2, 0.1, (1024, 2048, 4096), product_of_heads, "H^2 / 2 arcsines, twice")
+    yield grown(what, 2, 0.15, (2048, 4096, 8192), product_of_heads, "H^2 / 2 entries, two arcsines each", 2)
     what = "optimal weights in heads"
     yield grown(what, 2, 0.2, (2048, 4096, 8192), best_weights, "steps do not grow with H", 1)
