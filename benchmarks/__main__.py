@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from threadpoolctl import threadpool_limits
 
 from benchmarks import (
     convert,
@@ -131,7 +132,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     torch.set_num_threads(1)
     console = Console(width=None if Console().is_terminal else 170)
-    run = measured(options.only, options.repeats, console)
+    with threadpool_limits(1):  # numpy's and scipy's threads, of which torch knows nothing
+        run = measured(options.only, options.repeats, console)
     console.print(table_of(run, options.before))
     for line in times_of(run):
         console.print(line, highlight=False)
