@@ -113,8 +113,8 @@ def run(repeats: int) -> Iterator[Row]:
     what = "convert_rank, weights alone, in layers"
     yield grown(what, 1, 0.1, (4, 8, 16, 32), partial(weights_alone, 256), "")
     what = "convert_rank, calibrated, in layers"
-    make = partial(calibrated, 64, examples=16)
-    yield grown(what, 2, 0.25, (16, 24, 32), make, "L^2 / 2 forward layers", 1)
+    make = partial(calibrated, 64, examples=8)
+    yield grown(what, 2, 0.25, (24, 36, 48), make, "L^2 / 2 forward layers", 1)
     what = "product with C in heads, nothing kept"
     yield grown(what, 2, 0.15, (2048, 4096, 8192), product_of_heads, "H^2 / 2 entries, two arcsines each", 2)
     what = "optimal weights in heads"
