@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 
 # imported once, by the process that all others are forked from: transformers alone takes seconds
@@ -14,6 +15,7 @@ PRELOADED = ["transformers.models.bert.modeling_bert", "hf_rankattn.survey", "hf
 
 def on_threads(threads: int, call: Callable[..., Any], arguments: tuple) -> Any:
     torch.set_num_threads(threads)
+    logging.disable_progress_bar()
     return call(*arguments)
 
 
