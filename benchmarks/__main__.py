@@ -48,10 +48,10 @@ SUITES = {
     "measure_command": Suite(measure_command.run, 60),
     "paths": Suite(paths.run, 45),
     "tasks": Suite(tasks.run, 30),
-    "convert": Suite(convert.run, 130),
+    "convert": Suite(convert.run, 150),
     "distilled": Suite(convert.distilled, 200),
     "theory": Suite(theory.run, 30),
-    "growth": Suite(growth.run, 120),
+    "growth": Suite(growth.run, 75),
 }
 
 

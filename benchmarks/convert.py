@@ -32,8 +32,11 @@ def convert(rank: int | list[int], calibrate: bool, **options) -> dict[str, floa
     converted = convert_rank(model, rank, **options)
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     memory = high_water_mark(reset=False) - before
+    found = {"seconds": seconds, "busy": busy, "memory": memory / size}
+    if not calibrate:
+        return found  # judging takes longer than converting, and there is no target to hold it against
     judge = converting.Judge(model, tokenizer, package_text()[40:80], 256)
-    return {"seconds": seconds, "busy": busy, "memory": memory / size, **judge.damage(converted)}
+    return {**found, **judge.damage(converted)}
 
 
 def measured(rank: int | list[int], **options) -> dict[str, float]:
