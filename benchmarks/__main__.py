@@ -44,7 +44,7 @@ SUITES = {
     "rank_bert": Suite(rank_bert.run, 75),
     "kernels": Suite(rank_bert.kernels, 5),
     "encoder_attention": Suite(encoder_attention.run, 120),
-    "measure": Suite(measure.run, 60),
+    "measure": Suite(measure.run, 90),
     "measure_command": Suite(measure_command.run, 60),
     "paths": Suite(paths.run, 45),
     "tasks": Suite(tasks.run, 30),
