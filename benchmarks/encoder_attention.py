@@ -1,13 +1,12 @@
 """RankEncoder's attention against a loop over nn.MultiheadAttention, and against its bare matrix products."""
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
+from benchmarks.apart import apart
 from benchmarks.memory import high_water_mark
 from benchmarks.timing import Row, at_least, at_most, median_ratio, timed
 from hf_rankattn import RankEncoderConfig, RankEncoderModel
@@ -144,11 +143,6 @@ def peak_memory(kind: str, heads: int, blocks: int) -> float:
     return high_water_mark(reset=False) - before
 
 
-def measured_apart(kind: str, heads: int, blocks: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.encoder_attention", kind, str(heads), str(blocks)]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
 def run(repeats: int) -> Iterator[Row]:
     torch.manual_seed(0)
     states, grad = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True), torch.randn(BATCH, LENGTH, WIDTH)
@@ -163,8 +157,8 @@ def run(repeats: int) -> Iterator[Row]:
             "bare": fastest_bare(heads, blocks),
         }
         # short runs are noisy ones
-        times = timed(runs, repeats * {1: 8, 8: 3, 64: 1}[blocks])
-        memory = {kind: measured_apart(kind, heads, blocks) for kind in ("loop", "ours")}
+        times = timed(runs, repeats * {1: 8, 8: 3, 64: 1}[blocks], most=6.0)
+        memory = {kind: apart(peak_memory, kind, heads, blocks) for kind in ("loop", "ours")}
         speedups.append(median_ratio(times, "loop", "ours"))
         point = f"encoder attention, {heads} heads x {blocks} blocks"
         milliseconds = f"{statistics.median(times['ours']) * 1e3:.1f} ms"
@@ -176,8 +170,3 @@ def run(repeats: int) -> Iterator[Row]:
         )
     median = statistics.median(speedups)
     yield at_least("encoder attention, median speed", "loop over nn.MultiheadAttention", median, 1.3)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(peak_memory(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

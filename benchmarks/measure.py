@@ -68,7 +68,7 @@ def collapse(repeats: int) -> Iterator[Row]:
         ours, forwards = live_peak(lambda: measure_collapse(model, batch)), live_peak(ablated_forwards(model, batch))  # noqa: B023
         note = f"{ours:.1f} against {forwards:.1f} MB; a layer of states is {states:.1f} MB"
         what = f"measure_collapse, {layers} layers, 8 x 128, extra peak memory"
-        yield at_most(what, "one layer of hidden states", (ours - forwards) / states, 2.0, note)
+        yield at_most(what, "one layer of hidden states", (ours - forwards) / states, 2.0, note).counted()
 
 
 def attention(repeats: int) -> Iterator[Row]:
@@ -88,7 +88,7 @@ def attention(repeats: int) -> Iterator[Row]:
     ours, eager = live_peak(lambda: measure_attention(long, batch, "cheap")), live_peak(eager_forward(long, batch))
     note = f"{ours:.0f} against {eager:.0f} MB of the forward; a layer of maps is {maps:.0f} MB"
     what = "measure_attention, cheap, n = 2048, 4 layers, extra peak memory"
-    yield at_most(what, "one layer of maps", (ours - eager) / maps, 1.0, note)
+    yield at_most(what, "one layer of maps", (ours - eager) / maps, 1.0, note).counted()
 
 
 def run(repeats: int) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from hf_rankattn.tasks import task_builder
 
 
 DIM, COUNT, BATCH = 64, 16, 256
-PREPARED, STREAMED = 4096, 16 * BATCH
+PREPARED, STREAMED = 10_000, 16 * BATCH  # the rows that a train split has if nothing is said
 
 
 def one_example(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -106,7 +106,8 @@ def run(repeats: int) -> Iterator[Row]:
     torch.manual_seed(0)
     datasets.disable_progress_bars()
     times = timed({"ours": prepare(ours), "one by one": prepare(OneByOne)}, repeats)
-    note = f"{rate(times['ours'], PREPARED)} against {rate(times['one by one'], PREPARED)}"
+    # normals, products and bytes that have to be written are three quarters of ours: 5 is what is left if all else is free
+    note = f"{rate(times['ours'], PREPARED)} against {rate(times['one by one'], PREPARED)}; drawing normals is half of ours"
     ratio = median_ratio(times, "one by one", "ours")
     yield at_least("farthest neighbour, preparation, speed", "a builder of single examples", ratio, 5.0, note)
     stream = load_task("farthest_neighbor", "train", streaming=True)
@@ -126,7 +127,9 @@ def run(repeats: int) -> Iterator[Row]:
         ("datasets", "IterableDataset.from_generator of single examples"),
         ("bare", "a torch IterableDataset of single examples, without state"),
     ):
-        note = f"{rate(times['ours'], STREAMED)} against {rate(times[name], STREAMED)}"
+        # a row cannot be had for less than its normals, so this is the most that any stream could reach
+        limit = median_ratio(times, name, "normals")
+        note = f"{rate(times['ours'], STREAMED)} against {rate(times[name], STREAMED)}; normals alone: {limit:.1f}"
         yield at_least(what, against, median_ratio(times, name, "ours"), 4.0, note)
     normals = STREAMED * COUNT * DIM / min(times["normals"]) / 1e6
     note = f"the limit: {normals:.0f} million normals/s, {rate(times['normals'], STREAMED)}"
