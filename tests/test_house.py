@@ -14,7 +14,7 @@ ROOT = Path(hf_rankattn.__file__).parent
 FOLDERS = ("rank_bert", "rank_albert", "rank_xlnet", "rank_encoder")
 
 
-@pytest.mark.parametrize("name", ["heads.py", "building.py"])
+@pytest.mark.parametrize("name", ["heads.py", "building.py", "stock_fields.py"])
 def test_the_model_folders_share_these_files_byte_for_byte(name):
     """Exported source cannot import across folders, so what is common is copied (`make style`); this keeps it one."""
     assert len({(ROOT / "models" / folder / name).read_bytes() for folder in FOLDERS}) == 1
