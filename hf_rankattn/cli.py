@@ -406,8 +406,10 @@ def sweep_bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
 def main() -> None:
     try:
         app()
-    except ValueError as error:
-        print(f"rankattn: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError) as error:
+        # one line, whatever lines an error of another library has
+        what = " ".join(str(error).split()) or "there is not enough memory for this."
+        print(f"rankattn: {what if len(what) < 1500 else what[:1500] + ' ...'}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -32,7 +32,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_model_files_import_only_what_an_export_can_carry(folder):
-    allowed = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
+    allowed = {"torch", "transformers", "huggingface_hub", "safetensors", *sys.stdlib_module_names}
     for path in (ROOT / "models" / folder).glob("[!_]*.py"):
         siblings = {f".{sibling.stem}" for sibling in path.parent.glob("[!_]*.py")}
         assert imports_of(path) <= allowed | siblings, path.name

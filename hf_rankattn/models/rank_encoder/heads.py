@@ -214,7 +214,12 @@ class RankConfigMixin:
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except (TypeError, RecursionError) as error:  # JSON, but not an object, or nested without end
+            raise ValueError(f"{pretrained_model_name_or_path} has no readable config.json: {error}.") from error
+        if not isinstance(config_dict, dict) or not config_dict:
+            raise ValueError(f"{pretrained_model_name_or_path} has no config.json, or one that holds no fields.")
         # A stock checkpoint is the case qk_rank=None, not the mistake that transformers would warn of.
         if config_dict.get("model_type") == cls.stock_model_type:
             config_dict = {**config_dict, "model_type": cls.model_type}
