@@ -215,7 +215,7 @@ def fuzz(command: str, cases: int, inputs: Path, folder: Path, monkeypatch) -> C
 @pytest.mark.parametrize("command", COMMANDS)
 def test_arguments_run_or_are_refused(command, inputs, tmp_path, monkeypatch):
     counts = fuzz(command, CASES[command], inputs, tmp_path, monkeypatch)
-    print(command, dict(counts))  # noqa: T201
+    print(command, dict(counts))
     assert sum(counts.values()) >= min(CASES[command], 20)
 
 

@@ -216,7 +216,8 @@ def attempt(family: str, given_fields: dict[str, Any], way: str, suffix: str, sa
     if saved:
         model.save_pretrained(folder)
         loaded = type(model).from_pretrained(folder, dtype=model.dtype).eval()
-        assert torch.equal(forward_and_back(loaded, inputs), first), "another output after a round trip"
+        # not to the last bit: which attention kernel to use is not saved
+        torch.testing.assert_close(forward_and_back(loaded, inputs), first)
         return "ran and loaded"
     return "ran"
 
@@ -255,6 +256,6 @@ def test_a_few_configs_run_or_are_refused(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configs_run_or_are_refused(family, tmp_path):
     counts = fuzz(family, CASES, tmp_path)
-    print(family, dict(counts))  # noqa: T201
+    print(family, dict(counts))
     assert sum(counts.values()) >= CASES
     assert min(counts["ran"], counts["ran and loaded"], counts["refused"]) > CASES / 30, counts
