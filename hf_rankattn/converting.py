@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from . import models
 from .checkpoints import readable, refuse_integers
+from .experiments.results import staged
 from .folders import check_replaceable, fresh_folder
 from .models.convert import LayerReport, convert_model, convert_shards
 from .models.convert.families import family_of_type
@@ -334,8 +335,12 @@ def curve_to_file(
         raise ValueError(f"--curve draws a figure, so --out must end in .png, .pdf or .svg, got {file}.")
     if file.exists() and not overwrite:
         raise ValueError(f"{file} exists already: choose another file, or add --overwrite.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{file} cannot be drawn: there is no folder {file.parent}.")
     rows = rank_curve(
         source, calibration=calibration or PACKAGE, distil_steps=100 if distil_steps is None else distil_steps, seed=seed,
         progress=progress,
     )  # fmt: skip
-    return rows, draw_rank_curve(rows, file, f"{base_name(source)} at smaller query-key rank")
+    with staged(file) as staging:
+        draw_rank_curve(rows, staging, f"{base_name(source)} at smaller query-key rank")
+    return rows, file

@@ -55,6 +55,8 @@ def load_checkpoint(
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"`seed` must be at least 0 and below 2**63, got {seed}.")
     options: dict[str, Any] = {"trust_remote_code": False, "revision": revision}
     with readable(name):
         config = AutoConfig.from_pretrained(name, **options)

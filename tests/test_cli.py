@@ -38,6 +38,24 @@ def test_a_bad_value_is_one_line_and_exit_code_2(monkeypatch, capsys):
     assert capsys.readouterr().err == "rankattn: `qk_rank` must be at least 1, got 0.\n"
 
 
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (OSError("disk full"), "rankattn: disk full\n"),
+        (MemoryError(), "rankattn: there is not enough memory for this.\n"),
+        (ValueError("first line\n  second line"), "rankattn: first line second line\n"),
+    ],
+)
+def test_errors_of_the_machine_are_one_line_too(error, line, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2 and capsys.readouterr().err == line
+
+
 def test_the_demo_shows_its_claims(monkeypatch):
     monkeypatch.setattr(demo, "STEPS", 40)
     monkeypatch.setattr(demo, "TOTAL_STEPS", 160)
