@@ -136,8 +136,8 @@ def load(name: str) -> PreTrainedModel:
 
 def class_of(config) -> Any:
     """The class that the config names, if there is one of that name for such configs; a name alone is not trusted."""
-    named = config.architectures[0] if config.architectures else None
-    for module in (models, transformers) if isinstance(named, str) else ():
+    named = str(config.architectures[0]) if config.architectures else ""
+    for module in (models, transformers):
         found = getattr(module, named, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config):
             return found

@@ -70,5 +70,5 @@ def check_request(qk_rank, energy, mean_rank) -> None:
                 f"`qk_rank` must be an integer of at least 1, a list of them with one per layer (ALBERT: per group), or "
                 f"'auto', got {qk_rank!r}."
             )
-        if rank > WIDEST:
+        if int(rank) > WIDEST:
             raise ValueError(f"`qk_rank` must be at most {WIDEST}, got {rank}.")
