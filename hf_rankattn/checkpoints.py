@@ -14,10 +14,11 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def readable(name: str | Path) -> Iterator[None]:
+def readable(name: str | Path, also_writes: bool = False) -> Iterator[None]:
     """Let whatever a checkpoint breaks inside transformers be a `ValueError` that names the checkpoint.
 
-    The constructors and loaders of stock models fail in as many ways as a config has fields.
+    The constructors and loaders of stock models fail in as many ways as a config has fields. Where the block `also_writes`,
+    errors of files may be those of its own, as are its `ValueError`s, and both are left as they are.
     """
     if Path(name).is_file():  # transformers would unpickle it
         raise ValueError(f"{name} cannot be read as a checkpoint: it is a file. Give the folder in which it lies.")
@@ -29,6 +30,8 @@ def readable(name: str | Path) -> Iterator[None]:
     except RecursionError as error:
         raise ValueError(f"{name} cannot be read as a checkpoint: a file of it is nested without end.") from error
     except OSError as error:
+        if also_writes:
+            raise
         if "safetensors" not in str(error):
             raise ValueError(f"{name} cannot be read as a checkpoint: {first_line(error)}") from error
         raise ValueError(
@@ -36,7 +39,7 @@ def readable(name: str | Path) -> Iterator[None]:
             "it, convert it: load it with transformers and save_pretrained it to another folder."
         ) from error
     except Exception as error:
-        if type(error) is ValueError and str(name) in str(error):
+        if also_writes and isinstance(error, ValueError):
             raise
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{name} cannot be read as a checkpoint: {kind}{first_line(error)}") from error

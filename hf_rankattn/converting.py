@@ -227,7 +227,7 @@ def convert_streamed(source: Path, out: Path, base_model: str, overwrite: bool, 
         raise ValueError(f"{source} is not a folder with a config.json: only local checkpoints can be streamed.")
     rank = request.pop("qk_rank")
     with fresh_folder(out, overwrite, **MODEL_FOLDER) as staging:
-        with readable(source):
+        with readable(source, also_writes=True):
             config, layers = convert_shards(source, staging, rank, **request)
         for pattern in BESIDE_THE_WEIGHTS:
             for file in source.glob(pattern):

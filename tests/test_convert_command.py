@@ -118,7 +118,7 @@ class TestCommand:
         DistilBertModel(DistilBertConfig(vocab_size=10, dim=8, n_heads=2, n_layers=1, hidden_dim=8)).save_pretrained(
             tmp_path / "d"
         )
-        for name, message in (("d", "rank_albert, xlnet, rank_xlnet"), ("absent", "cannot be loaded")):
+        for name, message in (("d", "rank_albert, xlnet, rank_xlnet"), ("absent", "cannot be read as a checkpoint")):
             monkeypatch.setattr(
                 sys,
                 "argv",
