@@ -33,7 +33,7 @@ test-upstream: $(STAMP)
 
 style: $(STAMP)
 	for folder in rank_albert rank_encoder rank_xlnet; do \
-		cp hf_rankattn/models/rank_bert/heads.py hf_rankattn/models/rank_bert/building.py hf_rankattn/models/$$folder/; \
+		(cd hf_rankattn/models/rank_bert && cp heads.py building.py stock_fields.py ../$$folder/); \
 	done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -10,8 +10,11 @@ import torch
 import transformers
 from huggingface_hub import EvalResult
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from . import models
+from .checkpoints import readable, refuse_integers
+from .experiments.results import staged
 from .folders import check_replaceable, fresh_folder
 from .models.convert import LayerReport, convert_model, convert_shards
 from .models.convert.families import family_of_type
@@ -111,21 +114,41 @@ class Judge:
 
 def load(name: str) -> PreTrainedModel:
     """The model with the class its checkpoint was saved with, or an error of one line."""
+    with readable(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    family_of_type(config.model_type, name)
+    refuse_integers(name, config)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing is judged below
     try:
-        config = AutoConfig.from_pretrained(name)
-        family_of_type(config.model_type, name)
-        architecture = (config.architectures or [""])[0]
-        loader = getattr(models, architecture, None) or getattr(transformers, architecture, None) or AutoModel
-        return loader.from_pretrained(name, use_safetensors=True).eval()
-    except OSError as error:
-        raise ValueError(f"{name} cannot be loaded: {' '.join(str(error).split())}") from error
+        with readable(name):
+            options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+            model, info = class_of(config).from_pretrained(name, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+    if missing := sorted(key for key in info["missing_keys"] if ".layer" in key or "_layer" in key):
+        raise ValueError(
+            f"{len(missing)} weights of {name} are missing, {missing[0]} for one: they would be random, and there would be "
+            "nothing to keep in a conversion."
+        )
+    return model.eval()
+
+
+def class_of(config) -> Any:
+    """The class that the config names, if there is one of that name for such configs; a name alone is not trusted."""
+    named = str(config.architectures[0]) if config.architectures else ""
+    for module in (models, transformers):
+        found = getattr(module, named, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config):
+            return found
+    return AutoModel
 
 
 def load_tokenizer(name: str):
     """The tokenizer beside a checkpoint, or None."""
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception:  # tokenizers fail in as many ways as there are formats
         return None
 
 
@@ -204,7 +227,8 @@ def convert_streamed(source: Path, out: Path, base_model: str, overwrite: bool, 
         raise ValueError(f"{source} is not a folder with a config.json: only local checkpoints can be streamed.")
     rank = request.pop("qk_rank")
     with fresh_folder(out, overwrite, **MODEL_FOLDER) as staging:
-        config, layers = convert_shards(source, staging, rank, **request)
+        with readable(source, also_writes=True):
+            config, layers = convert_shards(source, staging, rank, **request)
         for pattern in BESIDE_THE_WEIGHTS:
             for file in source.glob(pattern):
                 shutil.copyfile(file, staging / file.name)
@@ -311,8 +335,12 @@ def curve_to_file(
         raise ValueError(f"--curve draws a figure, so --out must end in .png, .pdf or .svg, got {file}.")
     if file.exists() and not overwrite:
         raise ValueError(f"{file} exists already: choose another file, or add --overwrite.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{file} cannot be drawn: there is no folder {file.parent}.")
     rows = rank_curve(
         source, calibration=calibration or PACKAGE, distil_steps=100 if distil_steps is None else distil_steps, seed=seed,
         progress=progress,
     )  # fmt: skip
-    return rows, draw_rank_curve(rows, file, f"{base_name(source)} at smaller query-key rank")
+    with staged(file) as staging:
+        draw_rank_curve(rows, staging, f"{base_name(source)} at smaller query-key rank")
+    return rows, file

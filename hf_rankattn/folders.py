@@ -28,14 +28,30 @@ def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str, wo
         raise ValueError(f"{folder} cannot be made: {error}.") from error
     try:
         yield staging
-        if folder.exists():
+        if overwrite and folder.exists():
+            check_replaceable(folder, overwrite, marker, what, word)
             replace_folder(staging, folder)
         else:
-            open_to_umask(staging)
-            staging.rename(folder)
+            publish(staging, folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def publish(staging: Path, folder: Path) -> None:
+    """Give `staging` its name, unless somebody else has taken it since the work began."""
+    open_to_umask(staging)
+    try:
+        if folder.is_dir():  # POSIX would replace an empty folder in silence
+            raise FileExistsError
+        staging.rename(folder)
+    except OSError as error:
+        if not folder.exists():
+            raise
+        raise ValueError(
+            f"{folder} was made by another process meanwhile, and is left as it is: choose another folder, or pass "
+            "overwrite=True (--overwrite)."
+        ) from error
 
 
 def open_to_umask(folder: Path) -> None:

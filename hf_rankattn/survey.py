@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .checkpoints import first_line, readable, refuse_integers
 from .measure.rate import precision_floor
 from .probe import ablate, measure_attention, measure_collapse, measure_logits, measure_weights
 from .probe.architectures import base_of, family_of, layers_of
@@ -55,20 +55,22 @@ def load_checkpoint(
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"`seed` must be at least 0 and below 2**63, got {seed}.")
     options: dict[str, Any] = {"trust_remote_code": False, "revision": revision}
-    try:
+    with readable(name):
         config = AutoConfig.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} cannot be read as a checkpoint: {first_line(error)}") from error
     family_of(config)  # before gigabytes are read
     if random_init:
         torch.manual_seed(seed)
-        model = AutoModel.from_config(config, dtype=DTYPES[dtype])
+        with readable(name):
+            model = AutoModel.from_config(config, dtype=DTYPES[dtype])
     else:
         # a pooler is not measured, and where a checkpoint has none its random weights cannot be offloaded
         classes = inspect.getmro(AutoModel._model_mapping[type(config)])  # type: ignore[arg-type]
         if any("add_pooling_layer" in inspect.signature(base.__init__).parameters for base in classes):
             options["add_pooling_layer"] = False
+        refuse_integers(name, config)
         model = load_weights(
             name, dtype=DTYPES[dtype], device_map=device_map, offload_folder=offload_folder, **options
         )
@@ -81,16 +83,8 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is missing is judged below
     try:
-        model, info = AutoModel.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
-    except SafetensorError as error:
-        raise ValueError(f"the weights of {name} are not safetensors, or are cut short: {error}") from error
-    except OSError as error:
-        if "safetensors" not in str(error):
-            raise ValueError(f"{name} cannot be read as a checkpoint: {first_line(error)}") from error
-        raise ValueError(
-            f"{name} has no safetensors, and a pickle, which can run code when it is read, is not opened. If you trust "
-            "it, convert it: load it with transformers and save_pretrained it to another folder."
-        ) from error
+        with readable(name):
+            model, info = AutoModel.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
     finally:
         logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
@@ -99,10 +93,6 @@ def load_weights(name: str, **options) -> PreTrainedModel:
             "what is measured. For fresh weights throughout, ask for --random-init."
         )
     return model
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -178,9 +168,7 @@ def text_batches(
     """Batches of texts cut to `length` tokens, padded, with their masks; texts of a single token are left out, and said."""
     if length < 2 or batch_size < 1:
         raise ValueError(f"`length` must be at least 2 and `batch_size` at least 1, got {length} and {batch_size}.")
-    limit = longest(config)
-    if limit and length > limit:
-        raise ValueError(f"--length {length} is more than the {limit} positions that the model has.")
+    check_length(config, length)
     kept = [text for text in texts if len(tokenizer(text, truncation=True, max_length=length)["input_ids"]) > 1]
     if len(kept) < len(texts):
         logger.warning(f"{len(texts) - len(kept)} of {len(texts)} texts have a single token and are left out.")
@@ -194,6 +182,12 @@ def text_batches(
     batches = [dict(tokenizer(kept[start : start + batch_size], **options)) for start in starts]
     check_tokens(tokenizer, batches, config)
     return batches
+
+
+def check_length(config, length: int) -> None:
+    limit = longest(config)
+    if limit and length > limit:
+        raise ValueError(f"--length {length} is more than the {limit} positions that the model has.")
 
 
 def check_tokens(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Batch], config) -> None:
@@ -216,6 +210,7 @@ def random_batches(config, examples: int, length: int, batch_size: int, seed: in
     """Batches of uniformly random ids, of random images, or of random unit points, whichever the model reads."""
     if examples < 1 or batch_size < 1 or length < 2:
         raise ValueError(f"got {examples} examples of {length} tokens: give at least 1 of at least 2.")
+    check_length(config, length)
     random = np.random.default_rng(np.random.SeedSequence([seed, 1]))
     if getattr(config, "image_size", None):
         images = random.standard_normal((examples, config.num_channels, config.image_size, config.image_size))

@@ -161,6 +161,66 @@ class TestBadInput:
             family.rank_config().head_geometry(7)
 
 
+# Stock takes these, and breaks on them later: with errors from inside torch, with an endless loop, or with NaN.
+INHERITED = {
+    "no-vocabulary": ({"vocab_size": 0}, "`vocab_size` must be at least 1"),
+    "vocabulary-without-end": ({"vocab_size": 2**62}, "`vocab_size` must be .* at most"),
+    "labels-without-end": ({"num_labels": 10**15}, "`num_labels` must be an integer"),
+    "no-number-of-labels": ({"num_labels": None}, "`num_labels` must be an integer"),
+    "labels-not-a-dict": ({"id2label": 3}, "`id2label` must be a dict"),
+    "labels-without-numbers": ({"id2label": {"yes": "no"}}, "are the numbers of the labels, got 'yes'"),
+    "dtype-that-is-a-function": ({"dtype": "relu"}, "`dtype` must be a dtype of torch"),
+    "dtype-unknown": ({"torch_dtype": "no such"}, "`torch_dtype` must be a dtype of torch"),
+    "epsilon-nan": ({"layer_norm_eps": float("nan")}, "`layer_norm_eps` must be a finite number"),
+    "initializer-negative": ({"initializer_range": -1.0}, "`initializer_range` must be a finite number"),
+    "switch-a-word": ({"output_hidden_states": "yes"}, "`output_hidden_states` is a switch"),
+    "chunk-a-fraction": ({"chunk_size_feed_forward": 2.0}, "`chunk_size_feed_forward` must be"),
+    "implementation-a-number": ({"attn_implementation": 3}, "`attn_implementation` must be a name"),
+    "problem-unknown": ({"problem_type": 1j}, "`problem_type` must be one of"),
+    "scale-complex": ({"qk_scale": 1j}, "`qk_scale` multiplies the logits"),
+    "layer-fields-of-two-types": ({"per_layer_config": {0: {3: 1, None: 2}}}, "got 3, None"),
+    "layer-not-a-number": ({"per_layer_config": {"\N{SUPERSCRIPT TWO}": {}}}, "it maps layers to fields"),
+    "a-book": ({"problem_type": "x" * 9000}, "`problem_type` must be one of .{1,300}$"),
+}
+
+
+@pytest.mark.parametrize("fields, message", INHERITED.values(), ids=INHERITED.keys())
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_inherited_fields_are_refused_before_they_break_a_model(family, fields, message):
+    with pytest.raises(ValueError, match=message):
+        family.rank_config(**fields)
+    with pytest.raises(ValueError, match=message):
+        family.rank("Config").from_dict(dict(family.sizes), **fields)
+
+
+@pytest.mark.parametrize("family", [BERT, ALBERT], ids=["Bert", "Albert"])
+def test_fields_of_bert_and_albert_are_refused_before_they_break_a_model(family):
+    for fields, message in (
+        ({"hidden_act": "rellu"}, "`hidden_act` must be one of"),
+        ({"hidden_dropout_prob": float("nan")}, "is a probability"),
+        ({"pad_token_id": 999}, "`pad_token_id`=999 is not in the vocabulary"),
+        ({"type_vocab_size": 0}, "`type_vocab_size` must be at least 1"),
+        ({"max_position_embeddings": -4}, "`max_position_embeddings` must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            family.rank_config(**fields)
+    assert family.rank("Model")(family.rank_config(pad_token_id=-1)), "some checkpoints say so, and torch counts back"
+
+
+def test_fields_of_xlnet_are_refused_before_they_break_a_model():
+    for fields in ({"attn_type": "both"}, {"summary_type": "attn"}, {"summary_activation": "rellu"}, {"d_inner": 0}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            XLNET.rank_config(**fields)
+    assert XLNET.rank_config(vocab_size=3).pad_token_id == 5, "XLNet has no row for padding"
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null", "{}", '{"per_layer_config": [1]}', "[" * 100_000])
+def test_config_files_that_hold_no_config(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises((ValueError, OSError), match="config|per_layer_config"):
+        BERT.rank("Config").from_pretrained(tmp_path)
+
+
 def test_albert_refuses_a_value_for_one_layer_of_a_group():
     with pytest.raises(ValueError, match="layers 0 to 1 are group 0 and share one set of weights"):
         ALBERT.rank_config(per_layer_config={0: {"qk_rank": 4}})

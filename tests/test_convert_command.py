@@ -95,6 +95,8 @@ class TestCommand:
             (["--out", "x"], "no rank is given"),
             (["--qk-rank", "0", "--out", "x"], "at least 1"),
             (["--qk-rank", "4", "--auto", "--out", "x"], "two answers"),
+            (["--qk-rank", "9" * 30, "--out", "x"], "at most 1048576"),
+            (["--curve", "--out", "absent/x.png"], "there is no folder absent"),
             (["--qk-rank", "4", "--calibration", "absent.txt", "--out", "x"], "cannot be read"),
             (["--qk-rank", "4", "--calibration", "package", "--stream", "--out", "x"], "weights alone"),
             (["--curve", "--out", "x"], "must end in .png"),
@@ -116,7 +118,7 @@ class TestCommand:
         DistilBertModel(DistilBertConfig(vocab_size=10, dim=8, n_heads=2, n_layers=1, hidden_dim=8)).save_pretrained(
             tmp_path / "d"
         )
-        for name, message in (("d", "rank_albert, xlnet, rank_xlnet"), ("absent", "cannot be loaded")):
+        for name, message in (("d", "rank_albert, xlnet, rank_xlnet"), ("absent", "cannot be read as a checkpoint")):
             monkeypatch.setattr(
                 sys,
                 "argv",
@@ -125,6 +127,22 @@ class TestCommand:
             with pytest.raises(SystemExit) as caught:
                 cli.main()
             assert caught.value.code == 2 and message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])
+    def test_code_of_the_checkpoint_is_never_run(self, stream, checkpoint, tmp_path, monkeypatch):
+        """Neither by its `auto_map`, whoever is asked, nor by the name of a class that is no model of its family."""
+        monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+        folder = tmp_path / "tiny"
+        (folder / "evil.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"auto_map": {"AutoConfig": "evil.A", "AutoModel": "evil.B"}, "architectures": ["Trainer"]}
+        (folder / "config.json").write_text(json.dumps(config))
+        arguments = ["convert", checkpoint, "--qk-rank", "4", "--out", str(tmp_path / "out"), *stream]
+        assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil"}))
+        arguments[-1 - len(stream)] = str(tmp_path / "other")
+        assert CliRunner().invoke(cli.app, arguments).exit_code != 0
+        assert not (tmp_path / "sprung").exists()
 
     def test_the_curve_is_drawn_and_no_model_written(self, checkpoint, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -340,3 +340,14 @@ class TestAccounting:
             equal_budget_grid(64.0, 8)
         with pytest.raises(ValueError, match="`ranks` is empty"):
             equal_budget_grid(64, 8, ranks=[])
+
+
+def test_tuples_in_place_of_outputs():
+    """`return_dict=False` in a config reaches the encoder inside a head as well, which the head has to expect."""
+    points = torch.randn(2, 5, 4)
+    for head in (RankEncoderForPointRegression, RankEncoderForTokenClassification):
+        model = head(RankEncoderConfig(input_dim=4)).eval()
+        whole = model(points=points).logits
+        model.config.return_dict = False
+        (logits, *_) = model(points=points)
+        assert torch.equal(logits, whole)

@@ -165,6 +165,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
         ({"engine": "kubernetes"}, "local, slurm"),
         ({"seeds": 0}, "at least 1"),
         ({"workers": -1}, "at least 0"),
+        ({"seeds": 10**12}, "at most 10000"),
         ({"engine": "slurm", "engine_options": {"partitions": "x"}}, "it has cluster, partition"),
         ({"engine": "slurm", "engine_options": {"minutes": "soon"}}, "whole number from 2, got 'soon'"),
         ({"engine": "slurm", "engine_options": {"cluster": "pbs"}}, "'slurm' or 'local'"),

@@ -14,7 +14,7 @@ ROOT = Path(hf_rankattn.__file__).parent
 FOLDERS = ("rank_bert", "rank_albert", "rank_xlnet", "rank_encoder")
 
 
-@pytest.mark.parametrize("name", ["heads.py", "building.py"])
+@pytest.mark.parametrize("name", ["heads.py", "building.py", "stock_fields.py"])
 def test_the_model_folders_share_these_files_byte_for_byte(name):
     """Exported source cannot import across folders, so what is common is copied (`make style`); this keeps it one."""
     assert len({(ROOT / "models" / folder / name).read_bytes() for folder in FOLDERS}) == 1
@@ -32,7 +32,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_model_files_import_only_what_an_export_can_carry(folder):
-    allowed = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
+    allowed = {"torch", "transformers", "huggingface_hub", "safetensors", *sys.stdlib_module_names}
     for path in (ROOT / "models" / folder).glob("[!_]*.py"):
         siblings = {f".{sibling.stem}" for sibling in path.parent.glob("[!_]*.py")}
         assert imports_of(path) <= allowed | siblings, path.name

@@ -252,6 +252,21 @@ class TestRefusals:
         assert "not safetensors, or are cut short" in refused(folder, "--out", tmp_path / "x")
         assert not (tmp_path / "sprung").exists() and not (tmp_path / "x").exists()
 
+    def test_neither_a_file_nor_an_index_leads_to_a_pickle(self, checkpoint, tmp_path):
+        """transformers unpickles what is named so, whatever `use_safetensors` says."""
+        assert "it is a file" in refused(checkpoint / "config.json", "--out", tmp_path / "x")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "config.json").write_text((checkpoint / "config.json").read_text())
+        index = {"weight_map": {"embeddings.word_embeddings.weight": "weights.bin"}}
+        (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "names 'weights.bin' as weights" in refused(tmp_path / "folder", "--out", tmp_path / "x")
+        with pytest.raises(ValueError, match="names 'weights.bin' as weights"):
+            BERT.rank("Model").from_pretrained(tmp_path / "folder")
+
+    def test_random_inputs_longer_than_the_positions(self, checkpoint, tmp_path):
+        arguments = ("--out", tmp_path / "x", "--random-inputs", "--length", 1000)
+        assert "more than the 512 positions" in refused(checkpoint, *arguments)
+
     def test_code_of_the_checkpoint_is_never_run(self, tmp_path):
         folder = tmp_path / "foreign"
         folder.mkdir()

@@ -147,6 +147,25 @@ class TestFolder:
         if overwrite:
             assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
+    def test_who_comes_second_does_not_replace_what_the_first_has_written(self, tmp_path, monkeypatch):
+        card_of = publishing.card_of
+
+        def first_comes_in_between(*arguments, **fields):
+            (tmp_path / "made").mkdir()
+            (tmp_path / "made" / "README.md").write_text("of the first")
+            return card_of(*arguments, **fields)
+
+        monkeypatch.setattr(publishing, "card_of", first_comes_in_between)
+        with pytest.raises(ValueError, match="was made by another process meanwhile"):
+            make_data("sorting", tmp_path / "made", **SMALL)
+        assert [path.name for path in tmp_path.rglob("*")] == ["made", "README.md"]
+        assert (tmp_path / "made" / "README.md").read_text() == "of the first"
+
+    @pytest.mark.parametrize("parameter", ["dim", "num_points", "num_examples"])
+    def test_numbers_beyond_all_arrays(self, parameter, tmp_path):
+        with pytest.raises(ValueError, match=f"`{parameter}` must be at most 2147483647"):
+            make_data("farthest_neighbor", tmp_path / "made", **{**SMALL, parameter: 10**30})
+
     def test_configs_that_come_out_alike_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match="two of the configs come out as 'd64_n8'"):
             make_data("farthest_neighbor", tmp_path / "made", ["d64_n4", "d64_n16"], num_points=8)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCALES = ("smoke", "laptop", "paper")
+MOST = 10_000  # seeds or processes: more is a slip of the hand, and a grid of them would fill the memory
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,8 @@ def check_arguments(scale: str, seeds: int | None, engine: str, workers: int | N
     for what, value, least in (("seeds", seeds, 1), ("workers", workers, 0)):
         if value is not None and value < least:
             raise ValueError(f"`{what}` must be at least {least}, got {value}.")
+        if value is not None and value > MOST:
+            raise ValueError(f"`{what}` must be at most {MOST}, got {value}.")
 
 
 def write_reports(folder: Path, figures: "dict[str, Figure]", claims: Sequence[Claim]) -> list[str]:

@@ -28,8 +28,8 @@ BLOCK_NUMBERS = 2**19
 LARGEST_BLOCK = 4096
 
 
-def check_count(name: str, value: Any, least: int) -> int:
-    """`value` as an int of at least `least`, or a ValueError that names it."""
+def check_count(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    """`value` as an int from `least` to `most`, or a ValueError that names it."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -38,6 +38,8 @@ def check_count(name: str, value: Any, least: int) -> int:
         raise ValueError(f"`{name}` must be a whole number, got {value!r}.") from None
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    if value > most:
+        raise ValueError(f"`{name}` must be at most {most}, got {value}.")
     return value
 
 
@@ -82,9 +84,7 @@ class TaskConfig(datasets.BuilderConfig):
         """Raise a ValueError that says which parameter cannot be, and what can."""
         for name in ("num_examples", "num_eval_examples"):
             setattr(self, name, check_count(name, getattr(self, name), 1))
-        self.seed = check_count("seed", self.seed, 0)
-        if self.seed >= 2**64:
-            raise ValueError(f"`seed` must be below 2**64, got {self.seed}.")
+        self.seed = check_count("seed", self.seed, 0, most=2**64 - 1)
 
     def contents(self) -> dict[str, Any]:
         """All that decides about the rows, as JSON has it."""

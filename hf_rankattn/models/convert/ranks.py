@@ -5,6 +5,8 @@ from numbers import Integral
 
 import torch
 
+from ..rank_bert.heads import WIDEST
+
 
 def energies(singular: torch.Tensor) -> torch.Tensor:
     """The energy of the k-th component of a layer, all heads together, (w,), from singular values (heads, w)."""
@@ -68,3 +70,5 @@ def check_request(qk_rank, energy, mean_rank) -> None:
                 f"`qk_rank` must be an integer of at least 1, a list of them with one per layer (ALBERT: per group), or "
                 f"'auto', got {qk_rank!r}."
             )
+        if int(rank) > WIDEST:
+            raise ValueError(f"`qk_rank` must be at most {WIDEST}, got {rank}.")

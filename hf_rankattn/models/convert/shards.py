@@ -155,7 +155,7 @@ def convert_shards(
     Writes the shards under the names they have, their index and the config; returns the config and the reports. What is
     written equals what [`convert_rank`] without calibration would save, tensor for tensor.
     """
-    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     family = family_of_type(config.model_type, str(source))
     refuse_qk_norm(config)
     check_request(qk_rank, energy, mean_rank)

@@ -4,10 +4,13 @@ The model folders hold the same copy of this file, since exported source cannot 
 """
 
 import inspect
+import json
 import math
+import os
 from types import CodeType, FunctionType
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -111,11 +114,34 @@ class ShapeMismatchError(RuntimeError, ValueError):
     """A `ValueError` that code written for stock `from_pretrained`, which raises a `RuntimeError`, catches as well."""
 
 
+def refuse_pickled_shards(folder) -> None:
+    """Refuse a local index of safetensors that names other files: transformers would unpickle them."""
+    path = os.path.join(str(folder), "model.safetensors.index.json")
+    if not os.path.isfile(path):
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            names = list(json.load(file)["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not an index of weights: {error}.") from error
+    if strange := [name for name in names if not str(name).endswith(".safetensors")]:
+        raise ValueError(f"{path} names {strange[0]!r} as weights. Only safetensors are read here.")
+
+
 def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
     """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
     kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
+    named = str(pretrained_model_name_or_path)
+    if kwargs["use_safetensors"] and os.path.isfile(named) and not named.endswith(".safetensors"):
+        raise OSError(
+            f"{named} is a file, which transformers would unpickle: give its folder, or a .safetensors file."
+        )
+    if kwargs["use_safetensors"]:
+        refuse_pickled_shards(named)
     try:
         return load(pretrained_model_name_or_path, *model_args, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {named} are not safetensors, or are cut short: {error}.") from error
     except OSError as error:
         if "safetensors" not in str(error):
             raise

@@ -5,7 +5,6 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from .heads import RankConfigMixin, value_errors
 
@@ -128,29 +127,14 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        for name in (
-            "input_dim",
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "output_dim",
-            "intermediate_size",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        super().validate_architecture()
-        if not self.norm_eps > 0:
-            raise ValueError(f"`norm_eps` must be above 0, or a zero vector becomes NaN; got {self.norm_eps}.")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be one of {', '.join(sorted(ACT2FN))}; got {self.hidden_act!r}.")
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"`num_hidden_layers` must be at least 1, got {self.num_hidden_layers}.")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 0 and below 1, got {getattr(self, name)}.")
-        if not self.initializer_range >= 0:
-            raise ValueError(f"`initializer_range` must not be negative, got {self.initializer_range}.")
+        super().validate_architecture()
+        if not self.norm_eps > 0:
+            raise ValueError(f"`norm_eps` must be above 0, or a zero vector becomes NaN; got {self.norm_eps}.")
         if self.vocab_size and self.pad_token_id is not None and self.pad_token_id not in range(self.vocab_size):
             raise ValueError(
                 f"`pad_token_id`={self.pad_token_id} is not in the vocabulary of {self.vocab_size} tokens."

@@ -372,7 +372,12 @@ class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
                 the tokens that are not padding: predicting zero for unit vectors costs 1.
         """
         outputs = self.encoder(
-            points=points, queries=queries, input_ids=input_ids, attention_mask=attention_mask, **kwargs
+            points=points,
+            queries=queries,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            return_dict=True,
+            **kwargs,
         )
         states = outputs.last_hidden_state if queries is None else outputs.last_hidden_state[:, points.shape[1] :]
         predictions = self.head(states)[..., : self.config.output_dim]
@@ -413,7 +418,12 @@ class RankEncoderForTokenClassification(RankEncoderPreTrainedModel):
             labels (`torch.LongTensor` of shape `(batch, n or m)`, *optional*): Classes; -100 is left out of the loss.
         """
         outputs = self.encoder(
-            points=points, queries=queries, input_ids=input_ids, attention_mask=attention_mask, **kwargs
+            points=points,
+            queries=queries,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            return_dict=True,
+            **kwargs,
         )
         states = outputs.last_hidden_state if queries is None else outputs.last_hidden_state[:, points.shape[1] :]
         logits = self.head(states)

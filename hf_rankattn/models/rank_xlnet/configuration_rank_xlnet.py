@@ -2,8 +2,13 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers import XLNetConfig
+from transformers.activations import ACT2FN
 
 from .heads import RankConfigMixin, value_errors
+
+
+# transformers finds out about other values when the model runs
+CHOICES = {"attn_type": ("bi", "uni"), "summary_type": ("last", "first", "mean", "cls_index")}
 
 
 @value_errors
@@ -55,6 +60,11 @@ class RankXLNetConfig(RankConfigMixin, XLNetConfig):
 
     def validate_architecture(self):
         super().validate_architecture()
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {getattr(self, name)!r}.")
+        if self.summary_activation and self.summary_activation not in ACT2FN:
+            raise ValueError(f"`summary_activation` names no activation of transformers: {self.summary_activation!r}.")
         if self.d_head != self.d_model // self.n_head:
             raise ValueError(
                 f"`d_head`={self.d_head} would be ignored: leave it out, and set `qk_rank` for the query/key width of a "

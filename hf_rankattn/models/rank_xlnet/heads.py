@@ -17,10 +17,13 @@ from huggingface_hub.errors import (
     StrictDataclassFieldValidationError,
 )
 
+from .stock_fields import check_loose_arguments, check_stock_fields
+
 
 RANK_FIELDS = ("qk_rank", "v_head_dim", "qk_norm", "qk_scale")
 LISTED_FIELDS = ("qk_rank", "v_head_dim")
 WIDEST = 2**20  # beyond any head that can be allocated
+LONGEST_MESSAGE = 1000
 
 
 class RankConfigError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
@@ -67,7 +70,7 @@ def plain(value: Any) -> Any:
     """Numbers of numpy and tuples as the int, float and list that JSON knows."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, bool) or not isinstance(value, Number):
+    if isinstance(value, bool | complex) or not isinstance(value, Number):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
@@ -85,9 +88,12 @@ def value_errors(cls):
                     listed = isinstance(kwargs[name], list) and name in LISTED_FIELDS
                     for value in kwargs[name] if listed else [kwargs[name]]:
                         check_rank_field(name, value)
+            check_loose_arguments(kwargs)
             strict_init(self, *args, **kwargs)
         except (StrictDataclassError, ValueError) as error:
-            reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+            reason = str(error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error)
+            if len(reason) > LONGEST_MESSAGE:  # whoever gives a book gets its first words back
+                reason = f"{reason[:LONGEST_MESSAGE]} ... ({len(reason)} characters)"
             raise RankConfigError(f"{cls.__name__}: {reason}") from error
 
     cls.__init__ = __init__
@@ -131,9 +137,9 @@ class RankConfigMixin:
             raise ValueError(f"`per_layer_config` must be a dict, got {per_layer_config!r}: {example}.")
         checked: dict[int, dict[str, Any]] = {}
         for layer, given in (per_layer_config or {}).items():
-            if isinstance(layer, bool) or not str(layer).isdigit() or not isinstance(given, Mapping):
+            if isinstance(layer, bool) or not str(layer).isdecimal() or not isinstance(given, Mapping):
                 raise ValueError(f"`per_layer_config` got {layer!r}: {given!r}, but {example}.")
-            if foreign := sorted(set(given) - set(RANK_FIELDS)):
+            if foreign := sorted(str(name) for name in given if name not in RANK_FIELDS):
                 raise ValueError(
                     f"`per_layer_config` may set {', '.join(RANK_FIELDS)}; got {', '.join(foreign)}, "
                     "which the layers of this family would not apply."
@@ -183,14 +189,13 @@ class RankConfigMixin:
 
     def validate_architecture(self):
         """Refuse widths that cannot be built, in every layer."""
-        if self.num_hidden_layers < 0:
-            raise ValueError(f"num_hidden_layers must not be negative, got {self.num_hidden_layers}.")
-        if not self.is_heterogeneous:
+        # assigned to a config that was made already, per_layer_config has not passed by `_checked_layers`
+        overrides = self._heterogeneity_spec.per_layer_overrides if self.is_heterogeneous else {}
+        self._checked_layers(overrides)
+        check_stock_fields(self)
+        if not overrides:
             resolve_heads(self)
             return
-        # assigned to a config that was made already, per_layer_config has not passed by `_checked_layers`
-        overrides = self._heterogeneity_spec.per_layer_overrides
-        self._checked_layers(overrides)
         if gone := [layer for layer in overrides if layer >= self.num_hidden_layers]:
             raise ValueError(f"`per_layer_config` speaks of layers {gone}, the model has {self.num_hidden_layers}.")
         for layer in self.per_layer_config:
@@ -209,7 +214,12 @@ class RankConfigMixin:
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except (TypeError, RecursionError) as error:  # JSON, but not an object, or nested without end
+            raise ValueError(f"{pretrained_model_name_or_path} has no readable config.json: {error}.") from error
+        if not isinstance(config_dict, dict) or not config_dict:
+            raise ValueError(f"{pretrained_model_name_or_path} has no config.json, or one that holds no fields.")
         # A stock checkpoint is the case qk_rank=None, not the mistake that transformers would warn of.
         if config_dict.get("model_type") == cls.stock_model_type:
             config_dict = {**config_dict, "model_type": cls.model_type}
@@ -217,11 +227,12 @@ class RankConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
+        check_loose_arguments(kwargs)
         # transformers sets overrides on the finished config, past the checks; fields go in by the front door
         known = {field.name for field in fields(cls)} | {*cls.attribute_map, "per_layer_config", "head_dim"}
         front = {name: kwargs.pop(name) for name in list(kwargs) if name in known and name != "dtype"}
         config_dict = dict(config_dict)
-        if "per_layer_config" not in front and (stored := config_dict.get("per_layer_config")):
+        if "per_layer_config" not in front and (stored := cls._checked_layers(config_dict.get("per_layer_config"))):
             # one value for all layers, or a list, replaces what was stored layer by layer
             kept = {i: {name: v for name, v in given.items() if name not in front} for i, given in stored.items()}
             config_dict["per_layer_config"] = {i: given for i, given in kept.items() if given}
