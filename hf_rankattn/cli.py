@@ -412,8 +412,11 @@ def reproduce(
     console.print(table)
     for outcome in outcomes:
         console.print(f"{outcome.folder}: {', '.join(outcome.files)}", highlight=False, soft_wrap=True)
+    verdicts = [claim.verdict for outcome in outcomes for claim in outcome.claims]
+    held = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("yes", "no", "not testable here"))
     console.print(
-        f"{sum(outcome.computed for outcome in outcomes)} cells in {time.perf_counter() - start:.0f} s.",
+        f"{len(verdicts)} claims: {held}. {sum(outcome.computed for outcome in outcomes)} cells in "
+        f"{time.perf_counter() - start:.0f} s.",
         highlight=False,
     )
 

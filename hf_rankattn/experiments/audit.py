@@ -134,9 +134,3 @@ def audit_markdown(claims: Sequence[tuple[str, Claim]], complete: bool) -> str:
 
 def row_of(cells: Sequence[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") or "-" for text in cells) + " |"
-
-
-def count_verdicts(claims: Sequence[tuple[str, Claim]]) -> str:
-    """How many claims hold, how many do not, and how many cannot be judged here."""
-    verdicts = [claim.verdict for _, claim in claims]
-    return ", ".join(f"{verdicts.count(name)} {name}" for name in ("yes", "no", "not testable here"))
