@@ -1,6 +1,6 @@
 """Positions none, added or concatenated, at an equal budget: concatenated ones are scratch space, and help."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,21 @@ OPTIONS = ("as_published",)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
-        "layers": [1], "ranks": [8, 2], "multiple": 2, "forms": ["original"], "seeds": 1,
+        "panels": [{"layers": 1, "ranks": [8, 2]}], "multiple": 2, "forms": ["original"], "seeds": 1,
         "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
     },
-    # the original form needs more steps than these before positions make a difference
+    # the original form needs more steps than these before positions make a difference, and three layers a lower rate
     "laptop": {
-        "layers": [1, 3], "ranks": [16, 8, 1], "multiple": 2, "forms": ["qk_norm"], "seeds": 2,
-        "training": {
-            "dim": 16, "num_points": 8, "intermediate": 128, "steps": 1000, "batch_size": 128, "learning_rate": 0.003,
-        },
+        "panels": [
+            {"layers": 1, "ranks": [16, 8, 1], "learning_rate": 0.01},
+            {"layers": 3, "ranks": [16, 8], "learning_rate": 0.003},
+        ],
+        "multiple": 2, "forms": ["qk_norm"], "seeds": 2,
+        "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 2000, "batch_size": 128},
     },
     "paper": {
-        "layers": [1, 3], "ranks": [64, 32, 16, 8, 4, 2, 1], "multiple": 8, "forms": list(FORMS), "seeds": 5,
+        "panels": [{"layers": layers, "ranks": [64, 32, 16, 8, 4, 2, 1]} for layers in (1, 3)],
+        "multiple": 8, "forms": list(FORMS), "seeds": 5,
         "training": {
             "dim": 64, "num_points": 16, "intermediate": 2048, "steps": 200_000, "batch_size": 256, "learning_rate": 0.005,
         },
@@ -41,20 +44,13 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
     setting = SETTINGS[scale]
     as_published = bool(options.get("as_published"))
     found = []
-    for axis in grid(
-        layers=setting["layers"],
-        position=POSITIONS,
-        form=["original"] if as_published else setting["forms"],
-        rank=setting["ranks"],
-        seed=list(range(seeds or setting["seeds"])),
-    ):
+    for panel, axis in panel_axes(setting, as_published, seeds):
         labels = {"form": axis["form"], "seed": axis["seed"], "as_published": as_published}
         geometry = budget_of(axis["position"], axis["rank"], setting["multiple"], setting["training"], as_published)
         found.append(
             training_cell(
                 labels,
-                **setting["training"] | geometry,
-                layers=axis["layers"],
+                **setting["training"] | panel | geometry,
                 rank=axis["rank"],
                 position=axis["position"],
                 qk_norm=axis["form"] == "qk_norm",
@@ -62,6 +58,21 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
             )  # fmt: skip
         )
     return found
+
+
+def panel_axes(
+    setting: Mapping[str, Any], as_published: bool, seeds: int | None
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What a panel says of training, and each combination of what differs within it."""
+    for panel in setting["panels"]:
+        training = {name: value for name, value in panel.items() if name != "ranks"}
+        for axis in grid(
+            position=POSITIONS,
+            form=["original"] if as_published else setting["forms"],
+            rank=panel["ranks"],
+            seed=list(range(seeds or setting["seeds"])),
+        ):
+            yield training, axis
 
 
 def budget_of(
