@@ -130,13 +130,13 @@ def context_length_figure(table: pd.DataFrame) -> "Figure":
             if len(theirs):
                 draw_published(axis, theirs["rank"] / 64, theirs.value, styles[count])
                 axis.annotate(
-                    f"N {count}", (1 / 64, theirs.value.iloc[0]), fontsize=7, color=styles[count][2], ha="left",
-                    xytext=(0, 5), textcoords="offset points", va="bottom",
+                    f"N {count}", (1 / 64, theirs.value.iloc[0]), fontsize=7, color=styles[count][2], ha="right",
+                    xytext=(-6, 0), textcoords="offset points", va="center",
                 )  # fmt: skip
             shares += [*ours.share, *(theirs["rank"] / 64)]
         rank_axis(axis, shares)
         axis.set_title(FORM_TITLES[form], fontsize=9)
-        axis.margins(x=0.08)
+        axis.margins(x=0.14)  # room for the labels of the published curves
     axes[0, 0].legend(fontsize=8, loc="lower left")
     return finish(figure, axes, f"Farthest of N points, two layers\n({setting_of(table)})", NOTE)
 
@@ -404,7 +404,7 @@ def draw_twins(axis: "Axes", twins: pd.DataFrame) -> None:
         names.append(f"{int(layers)} layer{'s' if layers > 1 else ''} of {int(rows.heads.iloc[0])} heads")
     axis.set_xticks(range(len(names)), names)
     axis.set_xlim(-0.6, len(names) - 0.4)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.15 * twins.held_out_error.max())
     axis.set_ylabel("squared error, held out")
     axis.set_title(f"trained, rank one, d {int(twins['dim'].iloc[0])}, {int(twins.steps.iloc[0])} steps", fontsize=10)
     axis.grid(True, axis="y", color="0.94")
