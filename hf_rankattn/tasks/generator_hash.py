@@ -5,6 +5,7 @@ import inspect
 import site
 import sys
 import sysconfig
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -102,6 +103,7 @@ class CodeWalk:
         return not file.startswith(installed_folders())
 
 
+@cache
 def installed_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     return (paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages())
