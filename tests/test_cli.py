@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -112,10 +113,16 @@ def test_an_interrupt_is_one_line_and_exit_code_130(monkeypatch, capsys):
 
 
 def test_workers_leave_an_interrupt_to_the_command():
+    # whoever runs the tests in the background of a shell has a SIGINT that is ignored already
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     asking = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"]
-    with deaf_to_interrupts():
-        inside = subprocess.check_output(asking, text=True)
-    assert (inside, subprocess.check_output(asking, text=True)) == ("True\n", "False\n")
+    try:
+        with deaf_to_interrupts():
+            inside = subprocess.check_output(asking, text=True)
+        outside = subprocess.check_output(asking, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (inside, outside) == ("True\n", "False\n")
 
 
 def test_a_command_that_fails_on_its_own_keeps_its_exit_code(monkeypatch, capsys):

@@ -130,6 +130,8 @@ def check_rankattn(words: list[str]) -> None:
     from hf_rankattn.cli import app
     from hf_rankattn.experiments import EXPERIMENTS
 
+    if not words:  # `rankattn` by itself, which prints its help
+        return
     known = typer.main.get_command(app).commands
     assert words[0] in known, words
     options = {name for parameter in known[words[0]].params for name in (*parameter.opts, "--help")}

@@ -290,7 +290,7 @@ class TestParameters:
             ("farthest_neighbor", {"num_examples": -5}, "`num_examples` must be at least 1, got -5"),
             ("farthest_neighbor", {"num_eval_examples": 0}, "`num_eval_examples` must be at least 1, got 0"),
             ("farthest_neighbor", {"seed": -1}, "`seed` must be at least 0"),
-            ("farthest_neighbor", {"seed": 2**64}, r"`seed` must be below 2\*\*64"),
+            ("farthest_neighbor", {"seed": 2**64}, r"`seed` must be at most 18446744073709551615"),
             ("farthest_neighbor", {"n": 3}, "no parameter 'n'; it has num_examples, .*dim, num_points"),
             ("farthest_neighbor", {"config": "d3"}, "no config 'd3'; it has d64_n16, d64_n4, .* free parameters: num_ex"),
             ("sorting", {"length": 1}, "`length` must be at least 2"),
