@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from . import models
-from .checkpoints import readable, refuse_integers
+from .checkpoints import one_line, readable, refuse_integers
 from .experiments.results import staged
 from .folders import check_replaceable, fresh_folder
 from .models.convert import LayerReport, convert_model, convert_shards
@@ -22,7 +22,11 @@ from .probe.architectures import base_of
 from .probe.batches import evaluating
 from .report.cards import model_card
 from .sharing import MODEL_FOLDER, card_of, export_model
+from .survey import UnfitTokenizer, check_tokens
 from .texts import package_text
+
+
+logger = logging.get_logger(__name__)
 
 
 PACKAGE = "package"
@@ -97,6 +101,7 @@ class Judge:
     def __init__(self, model: PreTrainedModel, tokenizer, texts: Sequence[str], limit: int):
         self.tokenizer, self.texts, self.limit = tokenizer, list(texts), limit
         self.batches = text_batches(tokenizer, texts, limit)
+        check_tokens(tokenizer, self.batches, model.config)
         self.original = mean_pooled(model, self.batches)
         self.original_retrieval = retrieval_accuracy(model, tokenizer, texts, limit)
 
@@ -148,7 +153,10 @@ def load_tokenizer(name: str):
     """The tokenizer beside a checkpoint, or None."""
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:  # tokenizers fail in as many ways as there are formats
+    except OSError:
+        return None
+    except Exception as error:  # tokenizers fail in as many ways as there are formats
+        logger.warning(f"the tokenizer of {name} cannot be read, so none is written: {one_line(error)}")
         return None
 
 
@@ -206,11 +214,16 @@ def convert_checkpoint(
             f"{source} has no tokenizer, so calibration texts cannot be read: convert without calibration."
         )
     batches = None if texts is None else text_batches(tokenizer, texts, token_limit(model))
+    if batches:
+        check_tokens(tokenizer, batches, model.config)
     request.update(calibration=batches, objective=objective, distil_steps=distil_steps)
     converted, layers = convert_model(model, **request)
     damage = {}
     if tokenizer is not None:
-        damage = Judge(model, tokenizer, package_text()[JUDGED], token_limit(model)).damage(converted)
+        try:
+            damage = Judge(model, tokenizer, package_text()[JUDGED], token_limit(model)).damage(converted)
+        except UnfitTokenizer as error:
+            logger.warning(f"the damage was not measured: {error}")
     card = card_of(
         converted,
         Path(out).resolve().name,

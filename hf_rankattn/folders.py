@@ -69,7 +69,7 @@ def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str, wor
             f"{folder} exists already: choose another folder, or pass overwrite=True (--overwrite) to replace it."
         )
     found = folder / marker
-    if not found.is_file() or (word and word not in found.read_text(encoding="utf-8")):
+    if not found.is_file() or (word and word not in found.read_text(encoding="utf-8", errors="replace")):
         raise ValueError(
             f"{folder} does not hold {what} (no such {marker}), so it is not replaced: choose another folder."
         )

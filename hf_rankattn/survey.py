@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .checkpoints import first_line, readable, refuse_integers
+from .checkpoints import one_line, readable, refuse_integers
 from .measure.rate import precision_floor
 from .probe import ablate, measure_attention, measure_collapse, measure_logits, measure_weights
 from .probe.architectures import base_of, family_of, layers_of
@@ -100,7 +100,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, revision=revision)
     except Exception as error:  # tokenizers fail in as many ways as there are formats
         raise ValueError(
-            f"no tokenizer can be read from {name} ({first_line(error)}). Put its tokenizer there, or measure on random "
+            f"no tokenizer can be read from {name} ({one_line(error)}). Put its tokenizer there, or measure on random "
             "inputs with --random-inputs."
         ) from error
     if tokenizer.pad_token is None:
@@ -149,7 +149,7 @@ def dataset_texts(name: str, split: str, column: str | None) -> Iterable[str]:
     try:
         rows = load_dataset(name, split=split, streaming=True)
     except Exception as error:
-        raise ValueError(f"dataset {name}, split {split}, cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"dataset {name}, split {split}, cannot be loaded: {one_line(error)}") from error
     features = rows.features or {}
     strings = [key for key, feature in features.items() if isinstance(feature, Value) and "string" in feature.dtype]
     if column is None and len(strings) != 1:
@@ -190,17 +190,21 @@ def check_length(config, length: int) -> None:
         raise ValueError(f"--length {length} is more than the {limit} positions that the model has.")
 
 
+class UnfitTokenizer(ValueError):
+    """A tokenizer that is not the model's, or knows no words."""
+
+
 def check_tokens(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Batch], config) -> None:
     """Refuse the tokenizer of another model, and the empty one that transformers makes where a checkpoint has none."""
     ids = torch.cat([batch["input_ids"][batch["attention_mask"].bool()] for batch in batches])
     if int(ids.max()) >= config.vocab_size:
-        raise ValueError(
+        raise UnfitTokenizer(
             f"the tokenizer is not that of the model: it gives the id {int(ids.max())}, and the model has ids up to "
             f"{config.vocab_size - 1}."
         )
     unknown = float(torch.isin(ids, torch.tensor(tokenizer.all_special_ids)).float().mean())
     if unknown > 0.5 and len(ids) > 16 * len(batches):
-        raise ValueError(
+        raise UnfitTokenizer(
             f"the tokenizer knows next to nothing of the text ({unknown:.0%} unknown): either the checkpoint has no "
             "tokenizer, or the text is in another script. Put its tokenizer there, or use --random-inputs."
         )

@@ -2,6 +2,11 @@
 
 import functools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from testing_pages import check_page
@@ -84,16 +89,39 @@ def test_a_folder_of_somebody_else_is_left_alone(nothing_runs):
     ("options", "message"),
     [
         (["--checkpoint", "no/such/model"], "cannot be read as a checkpoint"),
+        (["--checkpoint", "spoilt"], "cannot be read as a checkpoint: .*vocab_size"),
         (["--random-inputs"], "give --checkpoint as well"),
         (["--out", "file/below"], "cannot be made"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(nothing_runs, options, message):
     (nothing_runs / "file").write_text("")
+    (nothing_runs / "spoilt").mkdir()
+    (nothing_runs / "spoilt" / "config.json").write_text('{"model_type": "bert", "vocab_size": "x"}')
     with pytest.raises(ValueError, match=message) as caught:
         CliRunner().invoke(cli.app, ["demo", *options], catch_exceptions=False)
     assert len(str(caught.value).splitlines()) == 1
-    assert [path.name for path in nothing_runs.iterdir()] == ["file"]
+    assert {path.name for path in nothing_runs.iterdir()} == {"file", "spoilt"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes_with_one_line(tmp_path):
+    command = [sys.executable, "-m", "hf_rankattn", "demo", "--workers", "2", "--out", "page"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear
+    )
+    time.sleep(25)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (
+        process.returncode == 130 and errors.splitlines()[-1] == "rankattn: interrupted." and "Traceback" not in errors
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def hear() -> None:
+    """Whoever runs the tests in the background of a shell has a SIGINT that is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_another_process_finds_what_this_one_finds():

@@ -1,6 +1,7 @@
 """Pages of results: what is in a folder is on the page as it is written, and nothing else gets in."""
 
 import json
+import os
 
 import pytest
 from testing_pages import check_page
@@ -92,6 +93,8 @@ def damaged(folder, what):
         (folder / "claims.json").write_bytes(b"\xff{")
     if what == "manifest":
         (folder / "experiment.json").write_text("[]")
+    if what == "nested":
+        (folder / "claims.json").write_text("[" * 200_000)
     if what == "figure":
         (folder / "plot.png").write_text("<svg onload=alert(1)>")
     if what == "unfinished":
@@ -107,6 +110,7 @@ def damaged(folder, what):
         ("empty", "holds no results"),
         ("claims", "does not hold claims"),
         ("json", "cannot be read as JSON"),
+        ("nested", "cannot be read as JSON"),
         ("manifest", "is not the manifest"),
         ("figure", "is not a PNG file"),
         ("unfinished", "has not ended"),
@@ -120,6 +124,17 @@ def test_what_cannot_be_read_is_one_line_and_no_page(tmp_path, what, message):
     with pytest.raises(ValueError, match=message) as caught:
         report(tmp_path / "runs", "--out", tmp_path / "out" / "page.html")
     assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_no_command_is_made_of_a_name_that_somebody_made_up_and_no_pipe_is_read(tmp_path):
+    folder = tmp_path / "runs" / "name" / "laptop"
+    (tmp_path / "runs").mkdir()
+    write_run(folder)
+    os.mkfifo(folder / "pipe.png")
+    for name, shown in (("depth", True), ("x; touch sprung", False)):
+        (folder / "experiment.json").write_text(json.dumps({"experiment": name, "scale": "laptop"}))
+        assert report(tmp_path / "runs", "--out", tmp_path / "page.html", "--overwrite").exit_code == 0
+        assert ("<span>reproduce</span>" in (tmp_path / "page.html").read_text()) == shown
 
 
 def test_pages_are_replaced_when_asked_and_other_files_never(tmp_path):

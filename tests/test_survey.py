@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS
 from transformers import (
     AutoModel,
@@ -17,6 +19,7 @@ from transformers import (
     BertForMaskedLM,
     BertModel,
     GPT2Config,
+    GPT2LMHeadModel,
     GPT2Model,
     ViTConfig,
     ViTModel,
@@ -262,6 +265,43 @@ class TestRefusals:
         assert "names 'weights.bin' as weights" in refused(tmp_path / "folder", "--out", tmp_path / "x")
         with pytest.raises(ValueError, match="names 'weights.bin' as weights"):
             BERT.rank("Model").from_pretrained(tmp_path / "folder")
+
+    def test_an_index_that_only_the_config_names_leads_to_no_pickle_either(self, checkpoint, tmp_path):
+        folder = tmp_path / "folder"
+        shutil.copytree(checkpoint, folder)
+        config = json.loads((folder / "config.json").read_text()) | {
+            "transformers_weights": "other.safetensors.index.json"
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "other.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "weights.bin"}}))
+        assert "names 'weights.bin' as weights" in refused(folder, "--out", tmp_path / "x")
+        with pytest.raises(ValueError, match="names 'weights.bin' as weights"):
+            BERT.rank("Model").from_pretrained(tmp_path, subfolder="folder")
+
+    def test_whole_numbers_are_refused_as_weights_and_not_as_masks(self, tmp_path):
+        """Old checkpoints of GPT-2 keep their causal mask under the name of a bias."""
+        sizes = {
+            "n_layer": 1,
+            "n_embd": 8,
+            "n_head": 2,
+            "vocab_size": 50,
+            "n_positions": 16,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        assert type(load_checkpoint(str(tmp_path))).__name__ == "GPT2Model"
+        weight = "transformer.h.0.attn.c_attn.weight"
+        save_file(
+            tensors | {weight: tensors[weight].to(torch.int8)},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        with pytest.raises(ValueError, match=f"holds {weight} as I8"):
+            load_checkpoint(str(tmp_path))
 
     def test_random_inputs_longer_than_the_positions(self, checkpoint, tmp_path):
         arguments = ("--out", tmp_path / "x", "--random-inputs", "--length", 1000)

@@ -8,12 +8,13 @@ from typing import Any
 import pandas as pd
 from transformers import AutoConfig
 
+from ..checkpoints import readable
 from ..probe.batches import longest
 from ..report.html import Section
 from ..report.plots import FIGURES
 from ..report.results import survey_section
 from ..report.summary import findings
-from ..survey import first_line, measure_checkpoint
+from ..survey import measure_checkpoint
 
 
 EXAMPLES, LENGTH = 16, 128
@@ -46,10 +47,8 @@ def measure_own(
     start_progress: Callable[[int], Callable[[], object]] = lambda total: lambda: None,
 ) -> Measured:
     """Residuals, rank of attention and query-key rank of a checkpoint, on the package's text or on random inputs."""
-    try:
+    with readable(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} cannot be read as a checkpoint: {first_line(error)}") from error
     length = min(LENGTH, longest(config) or LENGTH)
     table, facts = measure_checkpoint(
         name, random_inputs=random_inputs, examples=EXAMPLES, length=length, seed=seed, start_progress=start_progress

@@ -1,17 +1,16 @@
 """Jobs in processes of one thread each, or one after the other in this one; the rows are the same."""
 
-import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from ..experiments.engines import cores, leave_with_parent, one_thread_each
+from ..experiments.engines import cores, deaf_to_interrupts, leave_with_parent, one_thread_each
 from .measuring import Job, Row, Settings, run_job
 
 
@@ -41,13 +40,15 @@ def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Pr
         return run_here(jobs, settings, progress)
     context = get_context("spawn")  # a forked process would share the threads of torch, and hang
     queue = context.SimpleQueue()
+    others = set(active_children())
     with (
         one_thread_each(),
         ProcessPoolExecutor(
             min(workers, len(jobs)), mp_context=context, initializer=enter_worker, initargs=(queue,)
         ) as pool,
     ):
-        futures = {pool.submit(run_in_worker, place, job, settings): job for place, job in enumerate(jobs)}
+        with deaf_to_interrupts():
+            futures = {pool.submit(run_in_worker, place, job, settings): job for place, job in enumerate(jobs)}
         running = set(futures)
         try:
             while running:
@@ -60,6 +61,8 @@ def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Pr
                     progress(futures[future], 0.0, True)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:
+                worker.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise ValueError(
                     "a process of the demo was killed, by hand or for want of memory: run it with --workers 0, which needs "
@@ -89,7 +92,6 @@ def enter_worker(queue: Any) -> None:
     global channel
     channel = queue
     leave_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all processes of a terminal: one of them tells of it
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

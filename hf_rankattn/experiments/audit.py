@@ -125,8 +125,9 @@ def audit_markdown(claims: Sequence[tuple[str, Claim]], complete: bool) -> str:
                     claim.why,
                 )
                 rows.append(row_of(cells))
-            if complete and statement.untested:
-                rows.append(row_of((statement.name, "", "", "", "", "not testable here", statement.untested)))
+            if complete and statement.name + paper not in found:
+                why = statement.untested or "No experiment of this run has a claim on it."
+                rows.append(row_of((statement.name, "", "", "", "", "not testable here", why)))
         if rows:
             lines += [f"| **{paper}** | | | | | | |", *rows]
     return "\n".join(lines) + "\n"

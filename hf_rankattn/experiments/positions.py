@@ -81,7 +81,7 @@ def budget_of(
     """Heads and MLP width that spend one budget, whatever the width of the stream.
 
     Concatenated positions double the width. With as many heads and as wide an MLP a layer then has twice the parameters
-    of the others; the published runs took twice as many heads besides, and gave it four times theirs.
+    of the others; the published runs took twice as many heads besides, and gave its queries and keys four times theirs.
     """
     heads = training["dim"] * multiple // rank
     if position != "concatenated":
@@ -121,7 +121,7 @@ def claims(table, scale: str) -> Sequence[Claim]:
                 "at one budget",
                 "Amsel et al., positional encodings",
                 f"{published[layers, 'none', 32]:.3g} -> {published[layers, 'concatenated', 32]:.3g} "
-                "(d 64, with 4 times the parameters and other learning rates)",
+                "(d 64, with 4 times the query-key parameters and other learning rates)",
                 f"{errors['none', low]:.3g} -> {errors['concatenated', low]:.3g}",
                 bool(errors["concatenated", low] < errors["none", low]),
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from ..experiments.runner import EXPERIMENTS, SCALES
 from .html import Grid, Section, claims_grid, png_picture, render_page
 from .summary import findings
 
@@ -76,7 +77,7 @@ def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
 
 
@@ -102,7 +103,7 @@ def read_claims(path: Path) -> list[Mapping[str, Any]]:
 
 
 def read_figures(folder: Path) -> dict[str, bytes]:
-    return {path.stem: path.read_bytes() for path in sorted(folder.glob("*.png"))}
+    return {path.stem: path.read_bytes() for path in sorted(folder.glob("*.png")) if path.is_file()}
 
 
 def run_section(folder: Path, manifest: Mapping[str, Any]) -> Section:
@@ -117,7 +118,10 @@ def run_section(folder: Path, manifest: Mapping[str, Any]) -> Section:
             png_picture(data, f"Figure {figure} of the experiment {name}; its numbers are in the table above.", figure)
             for figure, data in read_figures(folder).items()
         ],
-        [f"rankattn reproduce {name} --scale {manifest['scale']}"],
+        # whoever reads a command copies it, so none is made of a name that somebody else made up
+        [f"rankattn reproduce {name} --scale {manifest['scale']}"]
+        if name in EXPERIMENTS and manifest["scale"] in SCALES
+        else [],
     )
 
 
@@ -143,7 +147,7 @@ def survey_facts(path: Path) -> dict[str, Any] | None:
     try:
         metadata = pq.read_schema(path).metadata or {}
         facts = json.loads(metadata[b"hf_rankattn"]) if b"hf_rankattn" in metadata else None
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from error
     return facts if isinstance(facts, dict) else None
 

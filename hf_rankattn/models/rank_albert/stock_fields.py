@@ -66,7 +66,7 @@ def check_loose_arguments(given: dict[str, Any]) -> None:
         if not whole(label) and not (isinstance(label, str) and label.isdecimal()):
             raise ValueError(f"the keys of `id2label` are the numbers of the labels, got {brief(label)}.")
     for name in ("dtype", "torch_dtype"):
-        dtype = given.get(name)
+        dtype = None if given.get(name) == "auto" else given.get(name)
         found = getattr(torch, dtype, "no such name") if isinstance(dtype, str) else dtype
         if not isinstance(found, torch.dtype | None):
             raise ValueError(f"`{name}` must be a dtype of torch or the name of one, got {brief(dtype)}.")

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+from pathlib import Path
 from types import CodeType, FunctionType
 
 import torch
@@ -114,18 +115,18 @@ class ShapeMismatchError(RuntimeError, ValueError):
     """A `ValueError` that code written for stock `from_pretrained`, which raises a `RuntimeError`, catches as well."""
 
 
-def refuse_pickled_shards(folder) -> None:
-    """Refuse a local index of safetensors that names other files: transformers would unpickle them."""
-    path = os.path.join(str(folder), "model.safetensors.index.json")
-    if not os.path.isfile(path):
-        return
-    try:
-        with open(path, encoding="utf-8") as file:
-            names = list(json.load(file)["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not an index of weights: {error}.") from error
-    if strange := [name for name in names if not str(name).endswith(".safetensors")]:
-        raise ValueError(f"{path} names {strange[0]!r} as weights. Only safetensors are read here.")
+def refuse_pickled_shards(folder, subfolder: str = "") -> None:
+    """Refuse local indices of safetensors that name other files: transformers would unpickle them (with `weights_only`).
+
+    A config may name an index of its own, and a variant has another, so all of them are looked at.
+    """
+    for path in sorted(Path(str(folder), subfolder or "").glob("*.safetensors.index*.json")):
+        try:
+            names = list(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is not an index of weights: {error}.") from error
+        if strange := [name for name in names if not str(name).endswith(".safetensors")]:
+            raise ValueError(f"{path} names {strange[0]!r} as weights. Only safetensors are read here.")
 
 
 def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
@@ -137,7 +138,7 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
             f"{named} is a file, which transformers would unpickle: give its folder, or a .safetensors file."
         )
     if kwargs["use_safetensors"]:
-        refuse_pickled_shards(named)
+        refuse_pickled_shards(named, kwargs.get("subfolder") or "")
     try:
         return load(pretrained_model_name_or_path, *model_args, **kwargs)
     except SafetensorError as error:
