@@ -1,0 +1,50 @@
+"""The audit page: a row for every statement of the papers, from the table of a run and by nobody's hand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_rankattn.experiments import EXPERIMENTS
+from hf_rankattn.experiments.audit import STATEMENTS
+
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "paper-notes.md"
+
+
+def audit_rows() -> list[list[str]]:
+    table = PAGE.read_text(encoding="utf-8").split("<!-- audit: begin -->")[1].split("<!-- audit: end -->")[0]
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.strip().splitlines()[2:]]
+    return [row for row in rows if not row[0].startswith("**")]
+
+
+def test_every_statement_of_the_papers_has_a_row_with_a_verdict():
+    rows = audit_rows()
+    missing = {statement.name for paper in STATEMENTS.values() for statement in paper} - {row[0] for row in rows}
+    assert not missing
+    assert {row[5] for row in rows} == {"yes", "no", "not testable here"}
+
+
+def test_every_experiment_has_its_say_and_no_other():
+    named = {row[2].strip("`") for row in audit_rows()} - {"-"}
+    assert named == set(EXPERIMENTS)
+
+
+def test_what_cannot_be_tested_says_why():
+    assert all(row[6] != "-" for row in audit_rows() if row[5] == "not testable here")
+
+
+def test_the_page_is_made_from_the_table_of_a_run(tmp_path):
+    for name in ("build_audit.py", "paper-notes.md"):
+        (tmp_path / name).write_text((ROOT / "docs" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "claims.md").write_text("| a |\n|---|\n| b |\n", encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "build_audit.py")]
+    subprocess.run([*command, str(tmp_path / "claims.md")], check=True)
+    before, after = (
+        PAGE.read_text(encoding="utf-8").split(mark) for mark in ("<!-- audit: begin -->", "<!-- audit: end -->")
+    )
+    made = (tmp_path / "paper-notes.md").read_text(encoding="utf-8")
+    assert made == f"{before[0]}<!-- audit: begin -->\n| a |\n|---|\n| b |\n<!-- audit: end -->{after[1]}"
+    refused = subprocess.run([*command, str(tmp_path / "absent.md")], capture_output=True, text=True)
+    assert refused.returncode == 2 and "run `rankattn reproduce all" in refused.stderr
