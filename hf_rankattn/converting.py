@@ -14,8 +14,7 @@ from transformers.utils import logging
 
 from . import models
 from .checkpoints import one_line, readable, refuse_integers
-from .experiments.results import staged
-from .folders import check_replaceable, fresh_folder
+from .folders import check_replaceable, fresh_folder, staged
 from .models.convert import LayerReport, convert_model, convert_shards
 from .models.convert.families import family_of_type
 from .probe.architectures import base_of

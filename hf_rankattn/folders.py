@@ -1,4 +1,4 @@
-"""Write a folder as a whole or not at all."""
+"""Write a folder, or a file, as a whole or not at all."""
 
 import os
 import shutil
@@ -54,11 +54,33 @@ def publish(staging: Path, folder: Path) -> None:
         ) from error
 
 
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to, which takes its place when the block ends well."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=path.suffix)
+    os.close(handle)
+    staging = Path(name)
+    try:
+        yield staging
+        with staging.open("rb") as file:
+            os.fsync(file.fileno())
+        staging.chmod(0o666 & ~current_umask())
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+
+
 def open_to_umask(folder: Path) -> None:
     """Give a temporary folder, which is private, the mode that a new folder of the user's would have."""
+    folder.chmod(0o777 & ~current_umask())
+
+
+def current_umask() -> int:
+    """The umask, which can be read by setting it only."""
     umask = os.umask(0)
     os.umask(umask)
-    folder.chmod(0o777 & ~umask)
+    return umask
 
 
 def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str, word: str = "") -> None:

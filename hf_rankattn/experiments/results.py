@@ -1,8 +1,6 @@
 """A folder of results: one file for each finished cell, written whole or not at all, and one table of them all."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 from transformers.utils import logging
 
+from ..folders import staged
 from .grid import Cell
 
 
@@ -128,25 +127,6 @@ class ResultFolder:
         with readable_errors(self.folder), staged(path) as staging:
             table.to_parquet(staging, index=False)
         return path
-
-
-@contextmanager
-def staged(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to, which takes its place when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=path.suffix)
-    os.close(handle)
-    staging = Path(name)
-    try:
-        yield staging
-        with staging.open("rb") as file:
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        staging.chmod(0o666 & ~umask)
-        staging.replace(path)
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
 
 
 def write_whole(path: Path, text: str) -> None:

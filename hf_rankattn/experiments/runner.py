@@ -11,9 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..folders import staged
 from .engines import ENGINES, run_local, run_slurm
 from .grid import Cell
-from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions, staged, write_whole
+from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions, write_whole
 
 
 if TYPE_CHECKING:

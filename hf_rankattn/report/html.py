@@ -2,9 +2,7 @@
 
 import base64
 import io
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
+
+from ..folders import staged
 
 
 if TYPE_CHECKING:
@@ -127,23 +127,10 @@ def write_page(text: str, path: str | Path, overwrite: bool = False) -> Path:
     check_writable(path, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with staged(path) as staging:
+            staging.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}.") from error
-    staging = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        staging.chmod(0o666 & ~umask)
-        staging.replace(path)
-    except OSError as error:
-        staging.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}.") from error
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
     return path
 
 
