@@ -18,9 +18,8 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.progress import BarColumn, TimeRemainingColumn
-from rich.table import Table
 
-from .console import demo_bar, open_console, open_progress, progress_bar, sweep_bar
+from .console import demo_bar, open_console, open_progress, open_table, progress_bar, sweep_bar
 
 
 app = typer.Typer(
@@ -124,7 +123,7 @@ def demo(
     if as_json:
         print(json.dumps(found.as_dict() | {"folder": str(shown), "files": files}, indent=2))
         return
-    table = Table("claim", "here", "published", "source", "holds", show_lines=True)
+    table = open_table("claim", "here", "published", "source", "holds", show_lines=True)
     for claim in found.claims:
         table.add_row(claim.claim, claim.measured, claim.published, claim.source, claim.verdict)
     console = open_console()
@@ -218,7 +217,7 @@ def measure(
     if as_json:
         print(json.dumps({"facts": facts, "findings": [entry.as_dict() for entry in found], "files": files}, indent=2))
         return
-    answers = Table("question", "answer", "to compare", show_lines=True, title=facts["title"])
+    answers = open_table("question", "answer", "to compare", show_lines=True, title=facts["title"])
     for entry in found:
         answers.add_row(entry.question, entry.answer, entry.compare)
     console = open_console()
@@ -322,13 +321,13 @@ def convert(
         print(json.dumps({"rows": rows, "file": str(file)} if curve else outcome.as_dict(), indent=2))
         return
     if curve:
-        table = Table("way", "rank", "cosine to the original")
+        table = open_table("way", "rank", "cosine to the original")
         for row in rows:
             table.add_row(row["way"], str(row["rank"]), f"{row['embedding_cosine']:.4f}")
         open_console().print(table)
         print(f"Drawn in {file}.")
         return
-    table = Table("layer", "rank", "of", "logit energy kept", "parameters saved")
+    table = open_table("layer", "rank", "of", "logit energy kept", "parameters saved")
     for layer in outcome.layers:
         table.add_row(
             str(layer.layer),
@@ -405,7 +404,7 @@ def reproduce(
         print(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2))
         return
     console = open_console()
-    table = Table("claim", "published", "ours", "holds", show_lines=True, title=f"{name}, {scale.value} scale")
+    table = open_table("claim", "published", "ours", "holds", show_lines=True, title=f"{name}, {scale.value} scale")
     for outcome in outcomes:
         for claim in outcome.claims:
             table.add_row(claim.claim, claim.published or "-", claim.measured, claim.verdict)

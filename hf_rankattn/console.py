@@ -9,12 +9,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 
 def open_console(stderr: bool = False) -> Console:
     """A console that sends no escape code at all under NO_COLOR or TERM=dumb; rich alone would still send bold."""
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Console(stderr=stderr, color_system=None if plain else "auto", force_terminal=False if plain else None)
+
+
+def open_table(*names: str, **options: Any) -> Table:
+    """A table whose cells break long words instead of cutting them off: a name that ends in dots is no name."""
+    return Table(*(Column(name, overflow="fold") for name in names), **options)
 
 
 def open_progress(*columns: str | ProgressColumn, transient: bool = True) -> Progress:

@@ -193,3 +193,14 @@ def test_the_installed_command_runs():
 
 def test_version(capsys):
     assert run(capsys, "--version") == (0, f"{__version__}\n", "")
+
+
+def test_tables_break_long_words_and_lose_none_of_their_letters(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    table = console.open_table("model", "source")
+    table.add_row("sentence-transformers/all-MiniLM-L6-v2", "Softmax-Attended")
+    console.open_console().print(table)
+    printed = capsys.readouterr().out
+    assert "…" not in printed and sum(letter.isalnum() for letter in printed.split("┡")[1]) == len(
+        "sentencetransformersallMiniLML6v2SoftmaxAttended"
+    )
