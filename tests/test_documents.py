@@ -142,7 +142,8 @@ def check_rankattn(words: list[str]) -> None:
 
 def check_script(words: list[str]) -> None:
     script = ROOT / words[0]
-    known = script.read_text() + "".join(path.read_text() for path in (ROOT / "hf_rankattn/training").glob("*.py"))
+    training = Path(hf_rankattn.__file__).parent / "training"
+    known = script.read_text() + "".join(path.read_text() for path in training.glob("*.py"))
     options = [word[2:].split("=")[0] for word in words[1:] if word.startswith("--")]
     assert not [option for option in options if not re.search(rf"\b{option}\b", known)], words
 
