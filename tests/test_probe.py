@@ -1,9 +1,4 @@
-"""Ablation and collapse on real model classes, against the published behaviour and against surgery by hand."""
-
-import copy
-import pickle
-import threading
-from contextlib import ExitStack
+"""Collapse, maps and weights of real model classes, against the published behaviour."""
 
 import pytest
 import torch
@@ -15,7 +10,6 @@ from testing_common import (
     XLNET,
     attention_modules,
     bilinear_forms,
-    float_tensors,
     tiny_inputs,
 )
 from transformers import (
@@ -50,7 +44,6 @@ from hf_rankattn import (
     spectral_metrics,
 )
 from hf_rankattn.measure import composite_norm, residual
-from hf_rankattn.probe.architectures import layers_of
 
 
 IDS = torch.arange(1, 9)[None]
@@ -257,171 +250,6 @@ class TestTheExponent:
         for hook in model._forward_pre_hooks.values():
             hook(model, ())
         return states
-
-
-class TestAblate:
-    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
-    def test_restored_to_the_last_bit_also_after_an_exception_and_nested(self, family):
-        model = family.rank("Model")(family.rank_config(qk_rank=3)).eval()
-        batch = tiny_inputs(family, "Model")
-        before = float_tensors(model(**batch))
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-        with pytest.raises(RuntimeError, match="on purpose"), ablate(model, attention_skip=True):
-            outer = float_tensors(model(**batch))
-            with ablate(model, mlp=True):
-                inner = float_tensors(model(**batch))
-            assert all(torch.equal(a, b) for a, b in zip(outer, float_tensors(model(**batch)), strict=True))
-            raise RuntimeError("on purpose")
-        assert not torch.equal(inner[0], outer[0]) and not torch.equal(outer[0], before[0])
-        assert all(torch.equal(a, b) for a, b in zip(before, float_tensors(model(**batch)), strict=True))
-        assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-
-    def test_bert_against_surgery_by_hand(self):
-        model = BERT.stock("Model")(BERT.stock_config(num_hidden_layers=1)).eval()
-        layer = model.encoder.layer[0]
-        states = model.embeddings(IDS)
-        attended = layer.attention.output.dense(layer.attention.self(states)[0])
-        norm, mlp = layer.attention.output.LayerNorm, lambda x: layer.output.dense(layer.intermediate(x))
-        after = norm(attended + states)
-        expected = {
-            ("attention_skip", "mlp"): norm(attended),
-            ("mlp",): after,
-            ("mlp", "norm"): attended + states,
-            ("mlp_skip",): layer.output.LayerNorm(mlp(after)),
-            ("attention_skip",): layer.output.LayerNorm(mlp(norm(attended)) + norm(attended)),
-        }
-        self.check(model, expected)
-
-    def test_albert_against_surgery_by_hand(self):
-        model = ALBERT.stock("Model")(ALBERT.stock_config(num_hidden_layers=1, num_hidden_groups=1)).eval()
-        layer = model.encoder.albert_layer_groups[0].albert_layers[0]
-        states = model.encoder.embedding_hidden_mapping_in(model.embeddings(IDS))
-        caught = []
-        handle = layer.attention.dense.register_forward_hook(lambda m, a, o: caught.append(o))
-        model(IDS)
-        handle.remove()
-        norm, last_norm, attended = layer.attention.LayerNorm, layer.full_layer_layer_norm, caught[0]
-        after = norm(attended + states)
-        expected = {
-            ("attention_skip", "mlp"): norm(attended),
-            ("mlp",): after,
-            ("mlp", "norm"): attended + states,
-            ("mlp_skip",): last_norm(layer.ff_chunk(after)),
-            ("attention_skip",): last_norm(layer.ff_chunk(norm(attended)) + norm(attended)),
-            ("identity_trick",): last_norm(layer.activation(after) + after),
-        }
-        self.check(model, expected)
-
-    @staticmethod
-    def check(model, expected):
-        for names, states in expected.items():
-            switches = {
-                "mlp" if name == "identity_trick" else name: name if name == "identity_trick" else True
-                for name in names
-            }
-            with ablate(model, **switches):
-                torch.testing.assert_close(model(IDS).last_hidden_state, states, msg=str(names))
-
-    def test_xlnet_against_its_own_switch(self):
-        model = XLNET.stock("Model")(XLNET.stock_config(n_layer=2)).eval()
-        batch = {"input_ids": torch.arange(1, 9)[None]}
-        with ablate(model, attention_skip=True):
-            ours = model(**batch).last_hidden_state
-        for layer in model.layer:
-            inner = layer.rel_attn.post_attention
-            layer.rel_attn.post_attention = lambda h, vector, residual=True, inner=inner: inner(
-                h, vector, residual=False
-            )
-        assert torch.equal(ours, model(**batch).last_hidden_state)
-
-    def test_chosen_layers_of_shared_weights(self):
-        model = ALBERT.stock("Model")(ALBERT.stock_config(num_hidden_groups=1)).eval()
-        assert len(layers_of(model)) == 4 and len(set(layers_of(model))) == 1
-        batch = tiny_inputs(ALBERT, "Model")
-        whole = model(**batch, output_hidden_states=True).hidden_states
-        with ablate(model, attention_skip=True, layers=[2]):
-            cut = model(**batch, output_hidden_states=True).hidden_states
-        assert torch.equal(cut[2], whole[2]) and not torch.equal(cut[3], whole[3])
-
-    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
-    def test_what_is_gone_as_a_whole_is_gone_in_any_order(self, family):
-        model = family.stock("Model")(family.stock_config()).eval()
-        batch = tiny_inputs(family, "Model")
-
-        def output(*blocks):
-            with ExitStack() as stack, torch.no_grad():
-                for block in blocks:
-                    stack.enter_context(ablate(model, **block))
-                return model(**batch).last_hidden_state
-
-        mlp = output({"mlp": True})
-        assert torch.equal(mlp, output({"mlp": True, "mlp_skip": True})) and bool(mlp.abs().sum() > 0)
-        assert torch.equal(mlp, output({"mlp_skip": True}, {"mlp": True}))
-        both = output({"mlp": True, "norm": True})
-        assert torch.equal(both, output({"mlp": True}, {"norm": True}))
-        assert torch.equal(both, output({"norm": True}, {"mlp": True}))
-        parts = [{"mlp": True, "layers": [layer]} for layer in range(model.config.num_hidden_layers)]
-        assert torch.equal(mlp, output(*parts))
-
-    def test_compiled_layers_are_run_as_written(self):
-        model = BERT.stock("Model")(BERT.stock_config()).eval()
-        batch = tiny_inputs(BERT, "Model")
-        expected = measure_collapse(model, batch, ["san"])
-        for layer in model.encoder.layer:
-            layer.compile(backend="eager")
-        with torch.no_grad():
-            model(**batch)
-        seen = measure_collapse(model, batch, ["san"])
-        assert (expected.value == seen.value).all() and model.encoder.layer[0]._compiled_call_impl is not None
-        with pytest.raises(ValueError, match="compiled code does not see what is removed"):
-            with ablate(torch.compile(model, backend="eager"), mlp=True):
-                pass
-
-    def test_gradient_checkpointing_recomputes_what_was_run(self):
-        model = BERT.stock("Model")(
-            BERT.stock_config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        ).train()
-        batch = tiny_inputs(BERT, "Model")
-
-        def gradient():
-            model.zero_grad()
-            with ablate(model, attention_skip=True, layers=[0, 2]):
-                model(**batch).last_hidden_state.square().sum().backward()
-            return model.encoder.layer[0].attention.self.value.weight.grad.clone()
-
-        plain = gradient()
-        model.gradient_checkpointing_enable()
-        torch.testing.assert_close(gradient(), plain)
-
-    def test_a_copy_made_meanwhile_is_whole(self):
-        model = BERT.stock("Model")(BERT.stock_config()).eval()
-        batch = tiny_inputs(BERT, "Model")
-        with torch.no_grad(), ablate(model, attention_skip=True, mlp=True):
-            copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-            removed = model(**batch).last_hidden_state
-        with torch.no_grad():
-            whole = model(**batch).last_hidden_state
-            assert not torch.equal(whole, removed)
-            assert torch.equal(copied(**batch).last_hidden_state, whole)
-            assert torch.equal(pickled(**batch).last_hidden_state, whole)
-
-    def test_two_threads_on_one_model_are_refused(self):
-        model = BERT.stock("Model")(BERT.stock_config()).eval()
-        caught = []
-
-        def other():
-            try:
-                with ablate(model, mlp=True):
-                    pass
-            except ValueError as error:
-                caught.append(str(error))
-
-        with ablate(model, attention_skip=True):
-            thread = threading.Thread(target=other)
-            thread.start(), thread.join()
-        assert caught and "another thread is measuring or ablating this model" in caught[0]
-        with ablate(model, mlp=True):
-            pass
 
 
 class TestAttention:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from .architectures import (
     Edit,
     Feed,
+    Idle,
     PassInput,
     Return,
     ZeroInput,
@@ -74,8 +75,8 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def install(edit: Edit, layer: nn.Module, active: Callable[[], bool], stack: ExitStack) -> None:
-    """Put the hooks of one edit on one layer; they act while `active()` says so."""
+def install(edit: Edit, layer: nn.Module, positions: int, active: Callable[[], bool], stack: ExitStack) -> None:
+    """Put the hooks of one edit on one layer, whose states have tokens on axis `positions`, to act while `active()`."""
     targets = [edit.source, edit.target] if isinstance(edit, Feed | Return) else [edit.module]
     modules = [submodule(layer, path) for path in targets]
     if any(module is None for module in modules):
@@ -92,6 +93,8 @@ def install(edit: Edit, layer: nn.Module, active: Callable[[], bool], stack: Exi
             return None
         if isinstance(edit, Feed):
             return (last.pop("output"), *args[1:]), kwargs
+        if isinstance(edit, Idle):  # the sum with what it returns spreads one token over all, and is not used
+            return (args[0].narrow(positions, 0, 1), *args[1:]), kwargs
         assert isinstance(edit, ZeroInput)
         changed = list(args)
         changed[edit.argument] = torch.zeros_like(changed[edit.argument])
@@ -112,7 +115,7 @@ def install(edit: Edit, layer: nn.Module, active: Callable[[], bool], stack: Exi
         source = modules[0]
         assert source is not None
         stack.callback(source.register_forward_hook(Hook(remember)).remove)
-    if isinstance(edit, Feed | ZeroInput):
+    if isinstance(edit, Feed | ZeroInput | Idle):
         stack.callback(module.register_forward_pre_hook(Hook(replace_argument), with_kwargs=True).remove)
     else:
         stack.callback(module.register_forward_hook(Hook(replace_output)).remove)
@@ -142,7 +145,8 @@ class Ablations:
         for index, layer in enumerate(dict.fromkeys(applied)):
             for name, wanted in removed.items():
                 for edit in family.edits[name]:
-                    install(edit, layer, running(wanted, index, depth, len(applied)), self.hooks)
+                    active = running(wanted, index, depth, len(applied))
+                    install(edit, layer, 1 if family.batch_first else 0, active, self.hooks)
 
 
 def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Callable[[], bool]:
@@ -178,7 +182,8 @@ def ablate(
         layers (`Collection[int]`, *optional*): The layers to change, counted as they run; all by default.
 
     Parts are removed by zeroing or capturing on submodules, never by subtracting what was added. Blocks may stand in each
-    other, in any order. The model itself is changed while the block is open, for whoever runs it.
+    other, in any order. The model itself is changed while the block is open, for whoever runs it. An MLP that is removed
+    still runs, on one token of each text, so that it costs next to nothing; what it returns is thrown away.
 
     Example:
 

@@ -36,6 +36,13 @@ class ZeroOutput:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """The module gets one token of each text: whatever it makes of it goes nowhere, so there is no need for more."""
+
+    module: str
+
+
+@dataclass(frozen=True)
 class Feed:
     """The target gets what the source returned last, instead of a sum that the layer makes of it."""
 
@@ -89,7 +96,7 @@ class Sublayers:
     value_norm: str | None = None
 
 
-Edit = ZeroInput | PassInput | ZeroOutput | Feed | Return
+Edit = ZeroInput | PassInput | ZeroOutput | Idle | Feed | Return
 SWITCHES = ("attention_skip", "mlp", "mlp_skip", "norm")
 
 
@@ -131,7 +138,7 @@ def bert_like(name: str, *model_types: str) -> Family:
         attention="attention.self",
         edits={
             "attention_skip": (ZeroInput("attention.output", 1),),
-            "mlp": (PassInput("output", 1),),
+            "mlp": (Idle("intermediate"), PassInput("output", 1)),
             "mlp_skip": (ZeroInput("output", 1),),
             "norm": (PassInput("attention.output.LayerNorm"), PassInput("output.LayerNorm")),
         },
@@ -173,7 +180,7 @@ def pre_norm(
         model_types=model_types,
         layers=layers,
         attention=attention,
-        edits={"mlp": (ZeroOutput(mlp),), "norm": tuple(PassInput(norm) for norm in norms)},
+        edits={"mlp": (Idle(mlp), ZeroOutput(mlp)), "norm": tuple(PassInput(norm) for norm in norms)},
         notes={"attention_skip": reason, "mlp_skip": reason},
         sublayers=sublayers,
         **row,
@@ -303,10 +310,10 @@ TABLE = (
         pool=lambda base, states: base.pooler_activation(base.pooler(states[:, 0])),
         edits={
             "attention_skip": (Feed("attention.output_dropout", "attention.LayerNorm"),),
-            "mlp": (Return("attention", "full_layer_layer_norm"),),
+            "mlp": (Idle("ffn"), Return("attention", "full_layer_layer_norm")),
             "mlp_skip": (Feed("ffn_output", "full_layer_layer_norm"),),
             "norm": (PassInput("attention.LayerNorm"), PassInput("full_layer_layer_norm")),
-            "identity_trick": (Return("attention", "ffn_output", function="activation"),),
+            "identity_trick": (Idle("ffn"), Return("attention", "ffn_output", function="activation")),
         },
         sublayers=Sublayers(
             attended="attention.output_dropout",
@@ -330,7 +337,7 @@ TABLE = (
         logits=xlnet_logits,
         edits={
             "attention_skip": (Feed("rel_attn.dropout", "rel_attn.layer_norm"),),
-            "mlp": (PassInput("ff"),),
+            "mlp": (Idle("ff.layer_1"), PassInput("ff")),
             "mlp_skip": (Feed("ff.dropout", "ff.layer_norm"),),
             "norm": (PassInput("rel_attn.layer_norm"), PassInput("ff.layer_norm")),
         },
@@ -355,7 +362,7 @@ TABLE = (
         logits=encoder_logits,
         edits={
             "attention_skip": (PassInput("attention_skip", 1),),
-            "mlp": (PassInput("mlp_skip", 0), PassInput("mlp_norm")),
+            "mlp": (Idle("mlp"), PassInput("mlp_skip", 0), PassInput("mlp_norm")),
             "mlp_skip": (PassInput("mlp_skip", 1),),
             "norm": (PassInput("attention_norm"), PassInput("mlp_norm")),
         },
@@ -381,7 +388,7 @@ TABLE = (
         query_key=lambda attention, config: linear_heads(attention.q_lin, attention.k_lin, config),
         edits={
             "attention_skip": (Feed("attention", "sa_layer_norm"),),
-            "mlp": (Return("sa_layer_norm", "output_layer_norm"),),
+            "mlp": (Idle("ffn"), Return("sa_layer_norm", "output_layer_norm")),
             "mlp_skip": (Feed("ffn", "output_layer_norm"),),
             "norm": (PassInput("sa_layer_norm"), PassInput("output_layer_norm")),
         },
