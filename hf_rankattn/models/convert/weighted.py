@@ -74,13 +74,28 @@ def weighted_loss(pairs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
     return torch.stack(rows).sum()
 
 
+def fill_normal(normal: torch.Tensor, packed: torch.Tensor, rank: int) -> torch.Tensor:
+    """The symmetric (rank * y, rank * y) matrix whose blocks (y, y) are packed, one for each pair of columns."""
+    other = len(normal) // rank
+    index, entry = symmetric_index(other), symmetric_index(rank)
+    for column, rows in enumerate(normal.view(rank, other, rank, other)):
+        rows.copy_(packed[entry[column]][:, index].transpose(0, 1))
+    return normal
+
+
 def solve_side(
-    pairs: torch.Tensor, against: torch.Tensor, fixed: torch.Tensor, start: torch.Tensor, noise: float
+    pairs: torch.Tensor,
+    against: torch.Tensor,
+    fixed: torch.Tensor,
+    start: torch.Tensor,
+    noise: float,
+    normal: torch.Tensor,
 ) -> torch.Tensor:
     """The factor (y, r) that is best beside the `fixed` one (x, r); `pairs` (x-products, y-products) has x first.
 
     `against` (x, y) holds `sum_c pairs[(a, c), (b, c)]`, the right-hand side before it meets the fixed factor. In
     directions that the calibration does not show, to the relative precision `noise` of the pairs, it stays at `start`.
+    `normal` (r y, r y) is room for the normal equations.
     """
     width, rank = fixed.shape
     other = against.shape[1]
@@ -90,17 +105,20 @@ def solve_side(
     products = first[upper[0]] * second[upper[1]] + first[upper[1]] * second[upper[0]]
     products[upper[0] == upper[1]] /= 2
     packed = products.T @ pairs
-    index, entry = symmetric_index(other), symmetric_index(rank)
-    normal = packed[entry][:, :, index].permute(0, 2, 1, 3).reshape(rank * other, rank * other)
     right = (fixed.T @ against).reshape(-1, 1)
-    stay = noise * normal.trace().clamp(min=torch.finfo(normal.dtype).tiny)
+    stay = noise * fill_normal(normal, packed, rank).trace().clamp(min=torch.finfo(normal.dtype).tiny)
+    added = 0 * stay
     for _ in range(8):
-        normal.diagonal().add_(stay)
+        added = added + stay
+        normal.diagonal().add_(added)
         right = right + stay * start.T.reshape(-1, 1)
-        root, failed = torch.linalg.cholesky_ex(normal)
+        # in place, and as LAPACK has it: no copy of what is the largest matrix of all this
+        root, failed = torch.linalg.cholesky_ex(normal.mT, out=(normal.mT, torch.empty((), dtype=torch.int32)))
         if not failed:
-            return torch.cholesky_solve(right, root).view(rank, other).T
+            half = torch.linalg.solve_triangular(root, right, upper=False)
+            return torch.linalg.solve_triangular(root.mT, half, upper=True).view(rank, other).T
         stay = 10 * stay
+        fill_normal(normal, packed, rank)
     return start
 
 
@@ -120,6 +138,8 @@ def refine_factors(pairs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
     width = query.shape[1]
     index = symmetric_index(width)
     noise = 10 * torch.finfo(pairs.dtype).eps  # of sums over many tokens
+    # one for all heads and rounds: made anew each time, it would leave the heap in pieces of several times its size
+    normal = torch.empty(width * query.shape[2], width * query.shape[2], dtype=torch.float64)
     with one_thread(pairs):
         for packed, left, right in zip(pairs, query.double().cpu(), key.double().cpu(), strict=True):
             head = packed.double().cpu()
@@ -129,8 +149,8 @@ def refine_factors(pairs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
             # a start without loss leaves nothing to lower but the rounding of the pairs
             rounds = ROUNDS if before > noise * weighted_loss(head, 0 * left, right) else 0
             for _ in range(rounds):
-                right = solve_side(head, against, left, right, noise)
-                left = solve_side(head.T, against.T, right, left, noise)
+                right = solve_side(head, against, left, right, noise, normal)
+                left = solve_side(head.T, against.T, right, left, noise, normal)
             refined.append(balanced(left, right) if weighted_loss(head, left, right) < before else start)
     lefts, rights = zip(*refined, strict=True)
     return torch.stack(lefts).to(query), torch.stack(rights).to(key)
