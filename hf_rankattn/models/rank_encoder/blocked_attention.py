@@ -12,7 +12,7 @@ from torch import nn
 
 
 ROWS = 2048  # batch positions handled at a time
-BLOCK_BYTES = 6 << 20  # queries, keys, values and scores of one block of heads at these positions, and their gradients
+BLOCK_BYTES = 5 << 20  # queries, keys, values and scores of one block of heads at these positions, and their gradients
 
 
 class Scratch:
@@ -156,7 +156,7 @@ class BlockedAttention(torch.autograd.Function):
     """weight and bias hold, block after block of `step` heads, the queries, keys and values of the block's heads.
 
     The backward pass gets queries, keys and values back, for projecting again is dear; it gets the softmax and the
-    attended values too if those are of like size, and otherwise computes them again. With a gain for each head, queries
+    attended values too if a row of the softmax is no longer than a value, and otherwise computes them again. With a gain for each head, queries
     and keys are made unit vectors, and queries multiplied by it.
     """
 
@@ -165,7 +165,7 @@ class BlockedAttention(torch.autograd.Function):
         heads, rank, v_dim, samples, step = shape
         core = Outer if rank == v_dim == 1 and samples >= 32 else Products
         width, scratch, kept = 2 * rank + v_dim, Scratch(x), []
-        recall = keep and core is Products and x.shape[1] <= 2 * v_dim
+        recall = keep and core is Products and x.shape[1] <= v_dim
         out = x.new_empty(*x.shape[:2], len(out_weight))
         for x_rows, out_rows in zip(x.split(samples), out.split(samples), strict=True):
             n, flat = len(x_rows), core.flat(x_rows)
