@@ -44,7 +44,8 @@ quality: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks
+	mkdir -p build
+	$(BIN)/python -m benchmarks --json build/benchmarks.json
 
 # What would be uploaded, checked as its users get it: built into dist/, installed in an empty environment, and tested with
 # the tests of the sdist, where no source of the package lies beside them. Only pip uses the network. The folder stays if a

@@ -42,18 +42,18 @@ class Suite(NamedTuple):
 
 SUITES = {
     "import_time": Suite(import_time.run, 20),
-    "rank_bert": Suite(rank_bert.run, 75),
+    "rank_bert": Suite(rank_bert.run, 100),
     "kernels": Suite(rank_bert.kernels, 5),
-    "encoder_attention": Suite(encoder_attention.run, 120),
+    "encoder_attention": Suite(encoder_attention.run, 150),
     "measure": Suite(measure.run, 90),
-    "measure_command": Suite(measure_command.run, 60),
+    "measure_command": Suite(measure_command.run, 75),
     "paths": Suite(paths.run, 45),
     "tasks": Suite(tasks.run, 30),
-    "convert": Suite(convert.run, 300),
+    "convert": Suite(convert.run, 200),
     # of quality, not of speed, and as long as all the others: only when asked for
     "distilled": Suite(convert.distilled, 1200, usual=False),
-    "theory": Suite(theory.run, 30),
-    "growth": Suite(growth.run, 75),
+    "theory": Suite(theory.run, 40),
+    "growth": Suite(growth.run, 110),
 }
 USUAL = [name for name, suite in SUITES.items() if suite.usual]
 

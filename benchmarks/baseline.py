@@ -13,6 +13,7 @@ from benchmarks.timing import Row
 
 
 FORMAT = 1
+SHOWN = 0.005  # what changes neither of the two digits that the table shows is no change
 
 
 @dataclass
@@ -67,7 +68,7 @@ def this_machine() -> dict[str, Any]:
 def change(now: Row, then: Row) -> float:
     """By which share a row is worse than it was, negative where it is better: 0.5 is half as much again."""
     worse, better = (now.ratio, then.ratio) if now.better == "lower" else (then.ratio, now.ratio)
-    if worse == better:
+    if abs(worse - better) < SHOWN:
         return 0.0
     # extra memory may be none at all, or less than none, and then has no ratio
     if better <= 0:

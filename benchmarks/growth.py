@@ -103,7 +103,7 @@ def run(repeats: int) -> Iterator[Row]:
     what = "measure_collapse in examples"
     yield grown(what, 1, 0.1, (8, 16, 32, 64), collapse_of_batch, "")
     what = "path_lengths in layers"
-    yield grown(what, 2, 0.25, (96, 144, 192), lengths_of_layers, "L^2 / 2 parts", 1)
+    yield grown(what, 2, 0.25, (96, 144, 192), lengths_of_layers, "L^2 / 2 parts", 2)
     what = "cheap metrics of maps in tokens"
     yield grown(what, 3, 0.25, (1024, 2048, 4096), partial(maps_of, metrics=cheap_metrics), "a Gram matrix, 2 n^3", 2)
     what = "full metrics of maps in tokens"
@@ -111,10 +111,10 @@ def run(repeats: int) -> Iterator[Row]:
     what = "convert_rank, weights alone, in the hidden size"
     yield grown(what, 2, 0.25, (256, 512, 1024, 2048), partial(weights_alone, layers=2), "d / 32 heads of d r^2", 2)
     what = "convert_rank, weights alone, in layers"
-    yield grown(what, 1, 0.1, (4, 8, 16, 32), partial(weights_alone, 256), "")
+    yield grown(what, 1, 0.1, (8, 16, 32, 64), partial(weights_alone, 256), "")
     what = "convert_rank, calibrated, in layers"
     make = partial(calibrated, 64, examples=8)
-    yield grown(what, 2, 0.25, (24, 36, 48), make, "L^2 / 2 forward layers", 1)
+    yield grown(what, 2, 0.25, (32, 48, 64), make, "L^2 / 2 forward layers", 2)
     what = "product with C in heads, nothing kept"
     yield grown(what, 2, 0.15, (2048, 4096, 8192), product_of_heads, "H^2 / 2 entries, two arcsines each", 2)
     what = "optimal weights in heads"
