@@ -1,5 +1,6 @@
 """How costs grow: exponents fitted to seconds of CPU, beside those that the formulas have."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -14,6 +15,7 @@ from hf_rankattn.theory.agreement import AgreementProduct
 
 
 REPEATS = 3
+SHORT = 3.0
 Make = Callable[[int], Callable[[], object]]
 
 
@@ -42,10 +44,20 @@ def grown(
     formula: str,
     repeats: int = REPEATS,
 ) -> Row:
-    """Fit the exponent of what `make(size)` returns: the least of some repeats for each size, sizes in turn."""
+    """Fit the exponent of what `make(size)` returns: the least of some repeats for each size.
+
+    All sizes take turns, so that a machine that is slow for a while is so for all of them; what is short is noisy, and is
+    repeated until `SHORT` seconds have been spent.
+    """
     runs = {size: make(size) for size in sizes}
     runs[sizes[0]]()  # what is done once in a process is no part of growth
-    seconds = {size: min(cpu_seconds(run) for _ in range(repeats)) for size, run in runs.items()}
+    seconds = dict.fromkeys(sizes, math.inf)
+    done, spent = 0, 0.0
+    while done < repeats or spent < SHORT:
+        for size, run in runs.items():
+            took = cpu_seconds(run)
+            seconds[size], spent = min(seconds[size], took), spent + took
+        done += 1
     return exponent(what, expected, tolerance, sizes, [seconds[size] for size in sizes], formula)
 
 
@@ -116,6 +128,6 @@ def run(repeats: int) -> Iterator[Row]:
     make = partial(calibrated, 64, examples=8)
     yield grown(what, 2, 0.25, (32, 48, 64), make, "L^2 / 2 forward layers", 2)
     what = "product with C in heads, nothing kept"
-    yield grown(what, 2, 0.15, (2048, 4096, 8192), product_of_heads, "H^2 / 2 entries, two arcsines each", 2)
+    yield grown(what, 2, 0.15, (4096, 8192, 16384), product_of_heads, "H^2 / 2 entries, two arcsines each", 2)
     what = "optimal weights in heads"
     yield grown(what, 2, 0.2, (2048, 4096, 8192), best_weights, "steps do not grow with H", 1)
