@@ -14,7 +14,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.progress import BarColumn, TimeRemainingColumn
@@ -427,6 +427,15 @@ def fail(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def given_value(error: Exception) -> str:
+    """What was given, where the message of a usage error does not repeat it."""
+    errors: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    given = errors[0].get("input") if errors else None
+    if not isinstance(given, str) or repr(given) in str(error):
+        return ""
+    return f", got {given if len(given) < 80 else given[:77] + '...'!r}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="rankattn", standalone_mode=False)
@@ -435,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "rankattn"
         # pydantic, which checks values for typer, puts its own words before ours
-        message = error.format_message().replace("Value error, ", "")
+        message = error.format_message().replace("Value error, ", "") + given_value(error)
         stop = "" if message.endswith((".", "?")) else "."
         fail(f"{message}{stop} See {path} --help.", error.exit_code)
     except BrokenPipeError:

@@ -1,11 +1,20 @@
 """Write a folder, or a file, as a whole or not at all."""
 
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LEFTOVER = ".rankattn-unfinished"  # ends names that nobody else would give
 
 
 @contextmanager
@@ -23,7 +32,8 @@ def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str, wo
     check_replaceable(folder, overwrite, marker, what, word)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        remove_leftovers(folder)
+        staging, hold = new_staging(folder)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made: {error}.") from error
     try:
@@ -36,6 +46,43 @@ def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str, wo
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        if hold is not None:
+            os.close(hold)
+
+
+def lock(folder: Path) -> int | None:
+    """A hold on a folder, which the system lets go when the process ends, however it ends; None if there is none to be had."""
+    if fcntl is None:
+        return None
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or the file system knows no locks
+        os.close(handle)
+        return None
+    return handle
+
+
+def new_staging(folder: Path) -> tuple[Path, int | None]:
+    """A new folder beside `folder`, and the hold on it. It has the name of a leftover only when it is held."""
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    hold = lock(staging)
+    if hold is not None:
+        staging = staging.rename(staging.with_name(staging.name + LEFTOVER))
+    return staging, hold
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what runs for the same folder left beside it when they were killed."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}-*{LEFTOVER}"):
+        hold = lock(path)
+        if hold is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(hold)
 
 
 def publish(staging: Path, folder: Path) -> None:

@@ -69,6 +69,8 @@ def test_env_keeps_secrets_and_paths(capsys, monkeypatch):
         (["measure", "model", "--out", "folder", "--dtype", "int8"], "'int8' is not one of 'float32', 'float64'"),
         (["make-data", "sorting", "--out", "folder", "--dim", "wide"], "Invalid value for '--dim'"),
         (["reproduce", "nothing"], "there is no experiment 'nothing'; the experiments are"),
+        (["reproduce", "expansion", "--seeds", "0"], "equal to 1, got '0'. See"),
+        (["measure", "model", "--seed", "1.5"], "as an integer, got '1.5'. See"),
     ],
 )
 def test_bad_usage_is_one_line_on_stderr_and_exit_code_2(arguments, told, capsys):

@@ -14,6 +14,7 @@ from hf_rankattn.tasks.loading import TASKS
 
 
 CASES = {"measure": 120, "convert": 120, "make-data": 150, "reproduce": 80, "env": 20, "demo": 20}
+SENSIBLE_CASES = {"measure": 40, "convert": 60, "make-data": 60, "reproduce": 12}
 
 # No number that would only take for ever: a command that was told to draw a billion rows, or to distil as long, does.
 NUMBERS = ["0", "1", "2", "3", "-1", "-0", "1.5", "nan", "inf", "-inf", "1e3", str(10**12), str(10**30), "-" + "9" * 30,
@@ -152,6 +153,57 @@ COMMANDS: dict[str, st.SearchStrategy[list[str]]] = {
     "env": some(option("--json"[:2], *WORDS), one_of(*WORDS), one_of("--no-such"), JSON).filter(bool),
     "demo": some(one_of(*(word for word in WORDS if word != "-h")), one_of("--no-such")).map(lambda words: ["--", "x", *words]),
 }  # fmt: skip
+# what a user means who knows the options: some combinations are still refused, but most run
+SENSIBLE: dict[str, st.SearchStrategy[list[str]]] = {
+    "measure": joined(
+        one_of("tiny"),
+        SMALL,
+        st.sampled_from([[], ["--random-inputs"], ["--text", "texts.txt"], ["--random-init", "--random-inputs"]]),
+        some(
+            option("--variants", "san", "san,transformer", "san+skip", "transformer,san+mlp"),
+            option("--metrics", "full", "cheap"),
+            option("--dtype", "float32", "float64", "bfloat16"),
+            option("--examples", "1", "2", "3"),
+            option("--length", "3", "8", "64"),
+            option("--batch-size", "1", "2", "5"),
+            option("--seed", "0", "7", str(2**40)),
+        ),
+        option("--out", "fresh", "deep/er/fresh", "ü∞ 💥"),
+        JSON,
+    ),
+    "convert": joined(
+        one_of("tiny"),
+        st.sampled_from([["--qk-rank", "3"], ["--qk-rank", "12"], ["--qk-rank", "8"], ["--auto"], ["--auto", "--energy", "0.8"],
+                         ["--auto", "--mean-rank", "4"], ["--qk-rank", "2,5"]]),
+        st.sampled_from([[], ["--stream"], ["--calibration", "texts.txt"],
+                         ["--calibration", "texts.txt", "--objective", "attention"],
+                         ["--calibration", "texts.txt", "--distil-steps", "1"]]),
+        some(option("--seed", "0", "7"), option("--base-model", "some/bert"), most=2),
+        option("--out", "fresh", "deep/er/fresh", "ü∞ 💥"),
+        JSON,
+    ),
+    "make-data": joined(
+        st.sampled_from([
+            *([task] for task in TASKS if task != "memorization"),
+            ["farthest_neighbor", "--dim", "5", "--num-points", "3"],
+            ["nearest_neighbor", "--num-points", "7"],
+            ["sorting", "--length", "4", "--num-values", "9"],
+            ["convex_hull", "--num-points", "6"],
+            ["memorization", "--text-file", "texts.txt", "--tokenizer", "words"],
+        ]),
+        FEW_ROWS,
+        some(option("--seed", "0", "7"), option("--license", "cc0-1.0"), option("--num-examples", "1", "9"), most=2),
+        option("--out", "fresh", "deep/er/fresh", "ü∞ 💥"),
+        JSON,
+    ),
+    "reproduce": joined(
+        one_of("path-counts", "expansion"),
+        st.just(["--scale", "smoke"]),
+        some(option("--seeds", "1", "2"), option("--workers", "0", "1"), one_of("--as-published"), most=2),
+        option("--out", "fresh", "deep/er/fresh", "ü∞ 💥"),
+        JSON,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -190,13 +242,13 @@ def attempt(command: str, arguments: list[str], work: Path, inputs: Path) -> str
     return "refused"
 
 
-def fuzz(command: str, cases: int, inputs: Path, folder: Path, monkeypatch) -> Counter:
+def fuzz(command: str, drawn: st.SearchStrategy, cases: int, inputs: Path, folder: Path, monkeypatch) -> Counter:
     counts: Counter = Counter()
 
     @settings(
         max_examples=cases, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
-    @given(COMMANDS[command])
+    @given(drawn)
     def case(arguments):
         work = folder / "work"
         work.mkdir()
@@ -214,9 +266,17 @@ def fuzz(command: str, cases: int, inputs: Path, folder: Path, monkeypatch) -> C
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_arguments_run_or_are_refused(command, inputs, tmp_path, monkeypatch):
-    counts = fuzz(command, CASES[command], inputs, tmp_path, monkeypatch)
+    counts = fuzz(command, COMMANDS[command], CASES[command], inputs, tmp_path, monkeypatch)
     print(command, dict(counts))
     assert sum(counts.values()) >= min(CASES[command], 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SENSIBLE)
+def test_sensible_arguments_run(command, inputs, tmp_path, monkeypatch):
+    counts = fuzz(command, SENSIBLE[command], SENSIBLE_CASES[command], inputs, tmp_path, monkeypatch)
+    print(command, "sensible", dict(counts))
+    assert counts["ran"] >= 0.7 * SENSIBLE_CASES[command], counts
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from testing_commands import Ended, listing, refused_in_one_line, start, tiny_checkpoint, wait
 
 from hf_rankattn import RankBertModel
+from hf_rankattn.folders import LEFTOVER
 
 
 pytestmark = pytest.mark.slow
@@ -111,6 +112,9 @@ def test_no_kill_leaves_half_a_folder(command, checkpoint, tmp_path):
     assert ended.code == 0, ended.err
     load(command, work / "out")
     same(command, whole / "out", work / "out")
+    assert not [path for path in work.iterdir() if path.name.endswith(LEFTOVER)], (
+        "what killed runs left is still there"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
