@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from testing_common import hear_interrupts
 from testing_pages import check_page
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
@@ -108,7 +109,7 @@ def test_bad_input_leaves_nothing_behind(nothing_runs, options, message):
 def test_ctrl_c_ends_all_processes_with_one_line(tmp_path):
     command = [sys.executable, "-m", "hf_rankattn", "demo", "--workers", "2", "--out", "page"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear_interrupts
     )
     time.sleep(25)
     os.killpg(process.pid, signal.SIGINT)
@@ -117,11 +118,6 @@ def test_ctrl_c_ends_all_processes_with_one_line(tmp_path):
         process.returncode == 130 and errors.splitlines()[-1] == "rankattn: interrupted." and "Traceback" not in errors
     )
     assert not list(tmp_path.iterdir())
-
-
-def hear() -> None:
-    """Whoever runs the tests in the background of a shell has a SIGINT that is ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_another_process_finds_what_this_one_finds():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from slurm_node import SlurmNode, SlurmNotAvailable, slurm_node
+from testing_common import hear_interrupts
 from worker_slurm import SAVE_EVERY, run_slowly
 
 from hf_rankattn.experiments import reproduce, training
@@ -71,7 +72,9 @@ def sweep(out: Path, *options: str) -> subprocess.Popen:
     command += ["--out", str(out), "--engine", "slurm"]
     for option in options:
         command += ["--engine-option", option]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
+    )
 
 
 def in_background(function) -> tuple[threading.Thread, list[BaseException]]:

@@ -1,5 +1,6 @@
 """The three families, their task classes and tiny inputs, for every test that runs over all of them."""
 
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,3 +179,8 @@ def small_bert(layers, heads, hidden=24, **fields):
     sizes = {"vocab_size": 50, "hidden_size": hidden, "intermediate_size": 30, "num_hidden_layers": layers}
     config = transformers.BertConfig(**sizes, num_attention_heads=heads, **fields)
     return shaken(transformers.BertModel(config, add_pooling_layer=False))
+
+
+def hear_interrupts() -> None:
+    """For a child process: whoever runs the tests in the background of a shell has a SIGINT that is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
