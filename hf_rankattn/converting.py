@@ -22,7 +22,7 @@ from .probe.batches import evaluating
 from .report.cards import model_card
 from .sharing import MODEL_FOLDER, card_of, export_model
 from .survey import UnfitTokenizer, check_tokens
-from .texts import package_text
+from .texts import file_text, package_text
 
 
 logger = logging.get_logger(__name__)
@@ -51,12 +51,7 @@ def read_texts(file: str | Path) -> list[str]:
     """The paragraphs of a UTF-8 file, or its lines where no line is empty; `"package"` is the package's own text."""
     if str(file) == PACKAGE:
         return package_text()[CALIBRATED]
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as text: {error}.") from error
-    parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
-    texts = [" ".join(part.split()) for part in parts if part.strip()]
+    texts = file_text(file)
     if not texts:
         raise ValueError(f"{file} holds no text: calibration needs paragraphs with an empty line between them.")
     return texts

@@ -23,7 +23,7 @@ from .probe.architectures import base_of, family_of, layers_of
 from .probe.batches import longest, over_processes, real_tokens
 from .probe.collapse import VARIANTS
 from .probe.weights import PackedWeightsError
-from .texts import package_text
+from .texts import file_text, package_text
 
 
 logger = logging.get_logger(__name__)
@@ -122,12 +122,8 @@ def read_texts(
     if examples < 1:
         raise ValueError(f"at least one example is needed, got {examples}.")
     if text is not None:
-        try:
-            content = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{text} cannot be read as UTF-8 text: {error}") from error
-        parts: Iterable[str] = content.split("\n\n") if "\n\n" in content.strip() else content.splitlines()
-        source = f"{Path(text).name}"
+        parts: Iterable[str] = file_text(text)
+        source = Path(text).name
     elif dataset is not None:
         parts, source = dataset_texts(dataset, split, column), f"dataset {dataset}, {split}"
     else:
