@@ -9,11 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import Row
+from benchmarks.timing import COUNT_NOISE, Row
 
 
 FORMAT = 1
-SHOWN = 0.005  # what changes neither of the two digits that the table shows is no change
+SHOWN = 0.005  # of bytes that are counted: extra memory of next to nothing may double without being any
 
 
 @dataclass
@@ -68,7 +68,7 @@ def this_machine() -> dict[str, Any]:
 def change(now: Row, then: Row) -> float:
     """By which share a row is worse than it was, negative where it is better: 0.5 is half as much again."""
     worse, better = (now.ratio, then.ratio) if now.better == "lower" else (then.ratio, now.ratio)
-    if abs(worse - better) < SHOWN:
+    if worse == better or (now.noise <= COUNT_NOISE and abs(worse - better) < SHOWN):
         return 0.0
     # extra memory may be none at all, or less than none, and then has no ratio
     if better <= 0:

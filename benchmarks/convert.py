@@ -16,7 +16,7 @@ CASES = {
     "calibrated": {"calibrate": True},
     "calibrated, weighted by attention": {"calibrate": True, "objective": "attention"},
 }
-# the cosines that a prototype of the calibrated form had on other texts, known to three digits
+# the cosines that a prototype of the calibrated form had on other texts
 PROTOTYPE = {24: 0.994, 16: 0.964, 8: 0.911}
 
 
@@ -64,7 +64,7 @@ def run(repeats: int) -> Iterator[Row]:
 def cosine(what: str, prototype: float, seen: dict[str, float]) -> Row:
     retrieval = f"{seen['half_retrieval_accuracy']:.3f} of {seen['half_retrieval_accuracy_of_the_original']:.3f}"
     note = f"{seen['embedding_cosine']:.4f}; retrieval {retrieval}"
-    ratio = round(seen["embedding_cosine"], 3) / prototype
+    ratio = seen["embedding_cosine"] / prototype
     return at_least(f"{what}: cosine", f"prototype {prototype}", ratio, 1.0, note).counted(0.005)
 
 

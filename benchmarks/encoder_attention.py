@@ -146,7 +146,11 @@ def run(repeats: int) -> Iterator[Row]:
         }
         # short runs are noisy ones
         times = timed(runs, repeats * {1: 8, 8: 3, 64: 1}[blocks], most=6.0)
-        memory = {kind: live_peak(runs[kind]) for kind in ("loop", "ours")}
+        memory = {}
+        for kind, module in (("loop", loop), ("ours", ours)):
+            states.grad = None  # what an earlier run left would be freed in this one, and counted as less than nothing
+            module.zero_grad(set_to_none=True)
+            memory[kind] = live_peak(runs[kind])
         speedups.append(median_ratio(times, "loop", "ours"))
         point = f"encoder attention, {heads} heads x {blocks} blocks"
         milliseconds = f"{statistics.median(times['ours']) * 1e3:.1f} ms"

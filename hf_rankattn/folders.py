@@ -1,9 +1,11 @@
 """Write a folder, or a file, as a whole or not at all."""
 
-import glob
 import os
+import platform
+import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-LEFTOVER = ".rankattn-unfinished"  # ends names that nobody else would give
+# ends names that nobody else would give; a lock on a network's disk may hold on one machine only
+LEFTOVER = f".{zlib.crc32(platform.node().encode()):08x}.rankattn-unfinished"
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def lock(folder: Path) -> int | None:
     if fcntl is None:
         return None
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
@@ -72,14 +75,18 @@ def new_staging(folder: Path) -> tuple[Path, int | None]:
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     hold = lock(staging)
     if hold is not None:
-        staging = staging.rename(staging.with_name(staging.name + LEFTOVER))
+        try:
+            staging = staging.rename(staging.with_name(staging.name + LEFTOVER))
+        except OSError:  # a name too long to be longer still: nobody will clean up, if it comes to that
+            pass
     return staging, hold
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what runs for the same folder left beside it when they were killed."""
-    for path in folder.parent.glob(f".{glob.escape(folder.name)}-*{LEFTOVER}"):
-        hold = lock(path)
+    """Delete what runs for the same folder on this machine left beside it when they were killed."""
+    unfinished = re.compile(re.escape(f".{folder.name}-") + r"[a-z0-9_]{8}" + re.escape(LEFTOVER))
+    for path in folder.parent.iterdir():
+        hold = lock(path) if unfinished.fullmatch(path.name) else None
         if hold is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(hold)

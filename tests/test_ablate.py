@@ -78,6 +78,8 @@ class TestAblate:
             ("mlp_skip",): last_norm(layer.ff_chunk(after)),
             ("attention_skip",): last_norm(layer.ff_chunk(norm(attended)) + norm(attended)),
             ("identity_trick",): last_norm(layer.activation(after) + after),
+            ("identity_trick", "mlp_skip"): last_norm(layer.activation(after)),
+            ("identity_trick", "norm"): layer.activation(attended + states) + attended + states,
         }
         self.check(model, expected)
 
@@ -146,7 +148,8 @@ class TestAblate:
             with ablate(torch.compile(model, backend="eager"), mlp=True):
                 pass
 
-    def test_gradient_checkpointing_recomputes_what_was_run(self):
+    @pytest.mark.parametrize("part", ["attention_skip", "mlp"])
+    def test_gradient_checkpointing_recomputes_what_was_run(self, part):
         model = BERT.stock("Model")(
             BERT.stock_config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         ).train()
@@ -154,7 +157,7 @@ class TestAblate:
 
         def gradient():
             model.zero_grad()
-            with ablate(model, attention_skip=True, layers=[0, 2]):
+            with ablate(model, **{part: True}, layers=[0, 2]):
                 model(**batch).last_hidden_state.square().sum().backward()
             return model.encoder.layer[0].attention.self.value.weight.grad.clone()
 
@@ -194,7 +197,8 @@ class TestAblate:
 
     @pytest.mark.parametrize("name", EVERY_FAMILY)
     def test_a_removed_mlp_runs_on_one_token_and_nothing_else_changes(self, name, monkeypatch):
-        model = fresh_model(name, "smoke", 0)
+        experts = {"first_k_dense_replace": 0} if name == "deepseek_v3" else {}
+        model = fresh_model(name, "smoke", 0, **experts)
         (batch,) = inputs_of(model.config, "ids", 2, 12, 0)
         family, layer = family_of(model), layers_of(model)[0]
         sizes = []
@@ -208,6 +212,7 @@ class TestAblate:
 
         removed = [{"mlp": True}, {"mlp": True, "norm": True}, {"mlp": True, "layers": [0]}]
         removed += [{"mlp": True, "attention_skip": True}] if "attention_skip" in family.edits else []
+        removed += [{"mlp": "identity_trick"}] if "identity_trick" in family.edits else []
         found = [run(**switches) for switches in removed]
         whole, tokens = run()
         install = ablation.install

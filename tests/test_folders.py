@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+
+pytest.importorskip("fcntl", reason="no such locks on this system, so nothing is cleaned up")
+
 from hf_rankattn.folders import LEFTOVER, fresh_folder
 
 
@@ -53,12 +56,24 @@ def test_a_run_that_goes_on_keeps_its_folder(tmp_path):
 
 def test_nobody_elses_folders_are_touched(tmp_path):
     killed_run(tmp_path / "output").rename(tmp_path / f".other-1{LEFTOVER}")
-    for name in (".out-backup", ".out-12345678", "out-1" + LEFTOVER, ".output-1" + LEFTOVER):
+    elsewhere = LEFTOVER.replace(LEFTOVER[1:9], "0" * 8)  # of another machine
+    for name in (".out-backup", ".out-12345678", "out-12345678" + LEFTOVER, ".out-2-12345678" + LEFTOVER,
+                 ".out-12345678" + elsewhere):  # fmt: skip
         (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / f".out-abcdefgh{LEFTOVER}")
     before = {path.name for path in tmp_path.iterdir()}
     with fresh_folder(tmp_path / "out", **MARK):
         pass
     assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
+
+
+def test_a_name_that_is_nearly_too_long_is_used(tmp_path):
+    folder = tmp_path / ("a" * 245)
+    handles = len(os.listdir("/dev/fd"))
+    with fresh_folder(folder, **MARK) as staging:
+        (staging / "done.txt").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert len(os.listdir("/dev/fd")) == handles
 
 
 def test_a_failure_leaves_nothing(tmp_path):

@@ -539,6 +539,8 @@ class TestNonsense:
             value.weight[0, 0] = torch.nan
         with pytest.raises(ValueError, match="the states of BertModel hold NaN or Inf"):
             path_lengths(model, self.batch)
+        with pytest.raises(ValueError, match="the states of BertModel hold NaN or Inf"), ablate(model, mlp=True):
+            path_terms(model, self.batch)
 
     def test_rows_that_padding_masks_wholly(self):
         """Llama's eager softmax computes in float32, where the mask of a float64 model is an infinity: no fault of weights."""

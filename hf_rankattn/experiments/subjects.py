@@ -75,7 +75,7 @@ def fresh_model(
 
     torch.manual_seed(seed)
     size = SHAPES[shape] | ({"layers": layers} if layers else {})
-    config = AutoConfig.for_model(family, **FAMILIES[family](size), **fields)
+    config = AutoConfig.for_model(family, **(FAMILIES[family](size) | fields))
     model = AutoModel.from_config(config, dtype=torch.float32)
     return (model.double() if dtype == "float64" else model).eval()
 

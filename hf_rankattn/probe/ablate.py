@@ -26,8 +26,9 @@ from .architectures import (
 from .batches import owned, plain, uncompiled
 
 
-# What is removed where, in the order in which hooks are put on: what removes the whole sublayer has the last word.
-ORDER = ("norm", "attention_skip", "mlp_skip", "identity_trick", "mlp")
+# What is removed where, in the order in which hooks are put on, and so act: the skip around an MLP leaves what the trick
+# made of it, and what removes the whole sublayer has the last word.
+ORDER = ("norm", "attention_skip", "identity_trick", "mlp_skip", "mlp")
 Removed = dict[str, set[int]]
 
 
@@ -94,7 +95,9 @@ def install(edit: Edit, layer: nn.Module, positions: int, active: Callable[[], b
         if isinstance(edit, Feed):
             return (last.pop("output"), *args[1:]), kwargs
         if isinstance(edit, Idle):  # the sum with what it returns spreads one token over all, and is not used
-            return (args[0].narrow(positions, 0, 1), *args[1:]), kwargs
+            if not args or args[0].ndim != 3:  # a call that no layer makes
+                return None
+            return (args[0][:, :1] if positions else args[0][:1], *args[1:]), kwargs
         assert isinstance(edit, ZeroInput)
         changed = list(args)
         changed[edit.argument] = torch.zeros_like(changed[edit.argument])
@@ -183,7 +186,8 @@ def ablate(
 
     Parts are removed by zeroing or capturing on submodules, never by subtracting what was added. Blocks may stand in each
     other, in any order. The model itself is changed while the block is open, for whoever runs it. An MLP that is removed
-    still runs, on one token of each text, so that it costs next to nothing; what it returns is thrown away.
+    still runs, on one token of each text, so that it costs next to nothing; what it returns is thrown away, and its
+    dropout draws fewer numbers.
 
     Example:
 

@@ -267,7 +267,8 @@ class Recorder:
             norm = None if pre_norm else submodule(layer, self.sublayers.mlp_norm)
             total = states if pre_norm else self.states(seen["sum"])
             after = states if pre_norm else self.states(seen["after"])
-            updated, frozen = self.states(seen["updated"]), freeze_norm(norm, total, after)
+            # of one token where the MLP was taken away, and only NaN made the states differ
+            updated, frozen = self.states(seen["updated"]).expand_as(total), freeze_norm(norm, total, after)
             skip = not torch.equal(total, updated)
             step = FrozenStep(f"mlp.{self.layer}", skip, frozen, finished(updated.clone(), frozen))
             self.walker.step(step, middle)

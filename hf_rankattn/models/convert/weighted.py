@@ -129,6 +129,7 @@ def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, tor
     return left * balance, right / balance
 
 
+@torch.no_grad()
 def refine_factors(pairs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn about, the best keys for the queries and the best queries for the keys, from a starting point on.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 
 ROWS = 2048  # batch positions handled at a time
-BLOCK_BYTES = 5 << 20  # queries, keys, values and scores of one block of heads at these positions, and their gradients
+BLOCK_BYTES = 4 << 20  # queries, keys, values and scores of one block of heads at these positions, and their gradients
 
 
 class Scratch:
