@@ -121,7 +121,7 @@ def run(repeats: int) -> Iterator[Row]:
     what = "full metrics of maps in tokens"
     yield grown(what, 3, 0.25, (512, 1024, 2048), partial(maps_of, metrics=spectral_metrics), "an SVD, O(n^3)", 1)
     what = "convert_rank, weights alone, in the hidden size"
-    yield grown(what, 2, 0.25, (256, 512, 1024, 2048), partial(weights_alone, layers=2), "d / 32 heads of d r^2", 4)
+    yield grown(what, 2, 0.25, (384, 768, 1536), partial(weights_alone, layers=2), "d / 32 heads of d r^2", 4)
     what = "convert_rank, weights alone, in layers"
     yield grown(what, 1, 0.1, (8, 16, 32, 64), partial(weights_alone, 256), "")
     what = "convert_rank, calibrated, in layers"
