@@ -16,6 +16,7 @@ from transformers import BertConfig, BertModel
 
 import hf_rankattn
 from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression, export_model, model_card
+from hf_rankattn.folders import LEFTOVER
 from hf_rankattn.sharing import auto_classes
 
 
@@ -161,6 +162,8 @@ class TestExportedFolder:
         rename, calls = Path.rename, []
 
         def flaky(self, target):
+            if str(target).endswith(LEFTOVER):  # of a temporary folder, which may keep the name it has
+                return rename(self, target)
             calls.append(self)
             if len(calls) in (failing if isinstance(failing, tuple) else (failing,)):
                 raise OSError("no")
