@@ -85,10 +85,14 @@ def new_staging(folder: Path) -> tuple[Path, int | None]:
 def remove_leftovers(folder: Path) -> None:
     """Delete what runs for the same folder on this machine left beside it when they were killed."""
     unfinished = re.compile(re.escape(f".{folder.name}-") + r"[a-z0-9_]{8}" + re.escape(LEFTOVER))
-    for path in folder.parent.iterdir():
-        hold = lock(path) if unfinished.fullmatch(path.name) else None
+    try:
+        names = os.listdir(folder.parent)
+    except OSError:  # one may write there, and not look
+        return
+    for name in filter(unfinished.fullmatch, names):
+        hold = lock(folder.parent / name)
         if hold is not None:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
             os.close(hold)
 
 
