@@ -1,8 +1,9 @@
-"""What a bug report needs to say about the machine, and nothing about its owner: no token, no path, no host name."""
+"""The facts about a machine that a bug report needs, without tokens, paths and host names."""
 
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from itertools import compress
 from typing import Any
 
 import psutil
@@ -15,14 +16,14 @@ from .version import __version__
 
 
 PACKAGES = (
-    "torch", "transformers", "tokenizers", "huggingface_hub", "datasets", "accelerate", "evaluate", "safetensors",
-    "numpy", "pandas", "pyarrow", "matplotlib", "jinja2", "typer", "rich", "peft", "scikit-learn", "submitit",
-)  # fmt: skip
-# Only such as hold switches and numbers: HF_HOME is a path, HF_ENDPOINT may name a company.
+    "torch transformers tokenizers huggingface_hub datasets accelerate evaluate safetensors numpy pandas pyarrow "
+    "matplotlib jinja2 typer rich peft scikit-learn submitit"
+).split()
+# switches and numbers only: HF_HOME is a path, and HF_ENDPOINT may name a company
 SETTINGS = (
-    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-    "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "PYTORCH_ENABLE_MPS_FALLBACK", "WORLD_SIZE", "NO_COLOR", "TERM",
-)  # fmt: skip
+    "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE OMP_NUM_THREADS MKL_NUM_THREADS TOKENIZERS_PARALLELISM "
+    "CUDA_VISIBLE_DEVICES PYTORCH_ENABLE_MPS_FALLBACK WORLD_SIZE NO_COLOR TERM"
+).split()
 
 
 def installed(package: str) -> str:
@@ -44,14 +45,10 @@ def accelerators() -> str:
 
 
 def attention_backends() -> dict[str, Any]:
-    allowed = {
-        "eager": True,
-        "sdpa": RankBertPreTrainedModel._supports_sdpa,
-        "flash_attention": RankBertPreTrainedModel._supports_flash_attn,
-        "flex_attention": RankBertPreTrainedModel._supports_flex_attn,
-    }
+    model, names = RankBertPreTrainedModel, ("eager", "sdpa", "flash_attention", "flex_attention")
+    supported = (True, model._supports_sdpa, model._supports_flash_attn, model._supports_flex_attn)
     return {
-        "rank_models": ", ".join(name for name, can in allowed.items() if can),
+        "rank_models": ", ".join(compress(names, supported)),
         "flash_kernel_in_torch": torch.backends.cuda.is_flash_attention_available(),
         "flash_attn_2": is_flash_attn_2_available(),
     }

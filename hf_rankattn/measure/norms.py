@@ -1,6 +1,19 @@
 """The operator norms of the rank-collapse theory, and the precision in which they are computed."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Switch `torch.autocast` off on every device: it would round products to half precision."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device_type in {"cpu"} if accelerator is None else {"cpu", accelerator.type}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def working(x: torch.Tensor) -> torch.Tensor:
@@ -11,7 +24,7 @@ def working(x: torch.Tensor) -> torch.Tensor:
 def drop_rows(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """`x` (..., n, d) with the rows that `mask` (..., n) marks as padding set to zero.
 
-    A zero row adds nothing to a column sum, a singular value or a norm, so this is as good as leaving it out.
+    A zero row adds nothing to a column sum, a singular value or a norm, so it counts as absent.
     """
     if mask is None:
         return x
@@ -46,5 +59,5 @@ def composite_norm(x: torch.Tensor) -> torch.Tensor:
 
 def norm_of_sizes(sizes: torch.Tensor) -> torch.Tensor:
     """[`composite_norm`] from absolute values."""
-    # roots first: the product of two norms leaves the range of floats sooner than the norms do
+    # roots first: the product of two norms overflows before the norms do
     return sizes.sum(-2).amax(-1).sqrt() * sizes.sum(-1).amax(-1).sqrt()

@@ -1,4 +1,4 @@
-"""How fast residuals fall from layer to layer: the exponent, the regime, and where precision ends the question."""
+"""How fast residuals fall from layer to layer: the exponent, the regime, and the floor of the precision."""
 
 import math
 import statistics
@@ -10,8 +10,8 @@ import torch
 
 Kind = Literal["doubly_exponential", "geometric", "unclear", "none"]
 SLOWEST = 0.8  # a mean factor above this is drift, not collapse
-# With s_l = -log e_l, s_{l+1} = a s_l + b: a = 1 is a constant factor a layer, and any a above 1 is doubly exponential. A fit of
-# a few noisy layers needs some room above 1.
+# With s_l = -log e_l, s_{l+1} = a s_l + b: a = 1 is a constant factor per layer, and a > 1 is doubly exponential. A fit of a
+# few noisy layers needs a margin above 1.
 FASTER = 1.35
 SINGLE = 1e-8  # no residual of float32 states stays below this unless it is zero
 
@@ -28,29 +28,28 @@ class CollapseRate(NamedTuple):
 
 
 def precision_floor(dtype: torch.dtype) -> float:
-    """Where the relative residual of tokens that should be equal ends up by rounding, about; half precision may end lower."""
+    """About the relative residual that rounding leaves of equal tokens; in half precision it can be lower."""
     eps = torch.finfo(dtype).eps
     return eps / 4 if dtype in (torch.float16, torch.bfloat16) else 2 * eps
 
 
 def collapse_rate(values: torch.Tensor | Sequence[float], floor: float | None = None) -> CollapseRate:
-    """Fit how fast residuals fall, and say which regime it is.
+    """Fit how fast residuals fall, and name the regime.
 
     Args:
         values (`torch.Tensor` of shape `(layers + 1,)`): Relative residuals from the embeddings to the last layer.
         floor (`float`, *optional*):
             The precision floor, by default that of the dtype of a tensor. For a list it is that of float64, or of float32
-            where no value but zero is below 1e-8, as none is if the states were float32; see [`precision_floor`].
+            if no value except zero is below 1e-8, because float32 states give no such values; see [`precision_floor`].
 
-    Everything from the first value within ten times the floor on is left out. With `s_l = -log e_l`, a line is fitted to
+    The first value within ten times the floor and all later values are ignored. With `s_l = -log e_l`, a line is fitted to
     `s_{l+1}` against `s_l`. Its slope is the exponent: 3 for the collapse of attention without skips, 1 for a constant factor
-    a layer.
+    per layer.
 
     Returns:
-        [`CollapseRate`]: `exponent`, the slope (NaN without collapse); `kind`, which is `"unclear"` where there is collapse
-        but fewer than three values to fit; `factor`, by which a layer multiplies the residual in the mean; how many values
-        were `used`; `at_least`, whether the floor came so early that the last value, and with it the exponent, is known from
-        below only; and the `floor`.
+        [`CollapseRate`]: `exponent`, the slope (NaN without collapse); `kind`, which is `"unclear"` if there is collapse but
+        fewer than three values to fit; `factor`, the mean factor of a layer on the residual; `used`, the number of values;
+        `at_least`, whether the floor came so early that the exponent is only a lower bound; and the `floor`.
 
     >>> collapse_rate([0.5 ** (3**k) for k in range(4)]).kind
     'doubly_exponential'

@@ -1,10 +1,10 @@
-"""How far token states are from all being the same: the residual, in three forms, and the mean cosine."""
+"""How different token states are from each other: the residual, in three forms, and the mean cosine."""
 
 from typing import Literal
 
 import torch
 
-from .norms import composite_norm, drop_rows, one_norm, working
+from .norms import composite_norm, drop_rows, full_precision, one_norm, working
 from .threads import one_thread
 
 
@@ -12,15 +12,14 @@ Center = Literal["mean", "median", "rank1"]
 
 
 def residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center = "mean") -> torch.Tensor:
-    """What is left of (..., n, d) states when what they share is taken away; padded rows are zero.
+    """(..., n, d) states minus what they share; padded rows are zero.
 
     Args:
         x (`torch.Tensor` of shape `(..., n, d)`): States, one token a row.
         mask (`torch.Tensor` of shape `(..., n)`, *optional*): 1 for tokens, 0 for padding.
         center (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` takes the mean row away, as all published figures do; `"median"` the median of each column, which
-            is the row that leaves the smallest 1-norm; `"rank1"` the best matrix of rank one, whose rows may differ in
-            length.
+            `"mean"` subtracts the mean row, as all published figures do; `"median"` the median of each column, the row
+            that gives the smallest 1-norm; `"rank1"` the best matrix of rank one, whose rows may differ in length.
 
     >>> residual(torch.tensor([[1.0, 2.0], [3.0, 2.0]]))
     tensor([[-1.,  0.],
@@ -36,7 +35,7 @@ def residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center =
         shared = states.sum(-2, keepdim=True) / count
     elif center == "median":
         missing = states if mask is None else states.masked_fill(~mask.bool()[..., None], torch.nan)
-        # torch takes the lower of two middle values; their midpoint is as good a minimiser and knows no up and down
+        # torch takes the lower of two middle values; their midpoint also minimises, and does not depend on the sign
         lower, upper = missing.nanmedian(-2, keepdim=True).values, -(-missing).nanmedian(-2, keepdim=True).values
         shared = (lower + upper) / 2
     else:
@@ -47,8 +46,8 @@ def residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center =
 def relative_residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center = "mean") -> torch.Tensor:
     """`||residual|| / ||x||` in the composite norm, (...): 0 when all tokens are equal, about 1 when they share nothing.
 
-    The mean row is not the best row to take away, so the value can exceed 1 by a little. Its floor in exact collapse is
-    the precision: about 2e-7 in float32, 4e-16 in float64.
+    The mean row is not the best row to subtract, so the value can be slightly above 1. In exact collapse it is the
+    precision: about 2e-7 in float32, 4e-16 in float64.
 
     >>> relative_residual(torch.tensor([[1.0, 2.0], [1.0, 2.0]]))
     tensor(0.)
@@ -59,8 +58,8 @@ def relative_residual(x: torch.Tensor, mask: torch.Tensor | None = None, center:
 def residual_lower_bound(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """A certified lower bound, (...), of the composite norm of `x - 1 c^T` over all rows `c`.
 
-    The median leaves the smallest 1-norm exactly, and whatever row is taken away, the infinity norm that is left is at
-    least half the largest 1-distance between two rows.
+    The median gives the smallest 1-norm exactly, and for any subtracted row the infinity norm is at least half the largest
+    1-distance between two rows.
     """
     states = drop_rows(working(x), mask)
     distances = torch.cdist(states, states, p=1.0)
@@ -71,6 +70,7 @@ def residual_lower_bound(x: torch.Tensor, mask: torch.Tensor | None = None) -> t
     return (one_norm(residual(x, mask, "median")) * half_spread).sqrt()
 
 
+@full_precision()
 def token_cosine(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Mean cosine of all pairs of different tokens, (...): 1 in collapse. NaN for a single token, which has no pair.
 
@@ -81,7 +81,7 @@ def token_cosine(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
     lengths = torch.linalg.vector_norm(states, dim=-1)
     nonzero = lengths > 0
     inverse = torch.where(nonzero, lengths, 1).reciprocal().masked_fill(~nonzero, 0)
-    # the sum of unit rows, without a second copy of all rows
+    # the sum of unit rows, without a copy of all rows
     total = (inverse.unsqueeze(-2) @ states).square().sum((-2, -1))
     count = torch.as_tensor(states.shape[-2] if mask is None else mask.bool().sum(-1), device=x.device)
     return ((total - nonzero.sum(-1)) / (count * (count - 1))).masked_fill(count < 2, torch.nan)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .norms import drop_rows, working
+from .norms import drop_rows, full_precision, working
 from .threads import one_thread
 
 
@@ -12,7 +12,7 @@ PIECE = 2**19
 def drop_padding(maps: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Maps (..., n, m) with padded rows and columns set to zero, and which rows are real (..., n).
 
-    Zero rows and columns add only zero singular values, so nothing below sees the padding.
+    Zero rows and columns add only zero singular values, so the metrics ignore the padding.
     """
     maps = working(maps)
     if mask is None:
@@ -31,24 +31,16 @@ def drop_padding(maps: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.T
     return maps.masked_fill(~(real[..., :, None] & real[..., None, :]), 0), real
 
 
-def argmax_coverage(maps: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """How many columns are the largest entry of some row, (...): the rank that hardmax would have."""
-    return coverage_of(*drop_padding(maps, mask))
-
-
-def row_entropy(maps: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean entropy of the rows in nats, (...)."""
-    return entropy_of(*drop_padding(maps, mask))
-
-
 def coverage_of(maps: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """How many columns are the largest entry of some row, (...): the rank that hardmax would have."""
     chosen = torch.zeros_like(maps[..., 0, :])
     chosen.scatter_reduce_(-1, maps.argmax(-1), real.to(maps.dtype), reduce="amax")
     return chosen.sum(-1)
 
 
 def entropy_of(maps: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    # twice as fast as torch.special.entr: the smallest float stands for zero, whose product with its logarithm is zero
+    """Mean entropy of the rows in nats, (...)."""
+    # twice as fast as torch.special.entr: zero is replaced by the smallest float, and zero times its logarithm is zero
     logs = maps.clamp(min=torch.finfo(maps.dtype).tiny).log_()
     return -logs.mul_(maps).sum((-2, -1)) / real.sum(-1)
 
@@ -96,6 +88,7 @@ def spectrum_metrics(singular: torch.Tensor, rtol: float = 1e-2, energy: float =
     }
 
 
+@full_precision()
 def cheap_metrics(maps: torch.Tensor, mask: torch.Tensor | None = None, steps: int = 16) -> dict[str, torch.Tensor]:
     """Rank metrics of non-negative (..., n, n) maps that need no decomposition; each value is (...).
 
@@ -106,7 +99,7 @@ def cheap_metrics(maps: torch.Tensor, mask: torch.Tensor | None = None, steps: i
     """
     maps, real = drop_padding(maps, mask)
     shape, size = maps.shape[:-2], maps.shape[-2] * maps.shape[-1]
-    # in pieces, so that what is made on the way stays small beside the maps themselves
+    # in pieces, so that intermediate tensors stay small compared with the maps
     count = max(1, PIECE // size)
     pieces = maps.reshape(-1, *maps.shape[-2:]).split(count), real.reshape(-1, real.shape[-1]).split(count)
     parts = [cheap_piece(piece, rows, steps) for piece, rows in zip(*pieces, strict=True)]
@@ -114,13 +107,13 @@ def cheap_metrics(maps: torch.Tensor, mask: torch.Tensor | None = None, steps: i
 
 
 def cheap_piece(maps: torch.Tensor, real: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
-    """[`cheap_metrics`] of (batch, n, n) maps without padding, where `real` (batch, n) says what was padding."""
+    """[`cheap_metrics`] of (batch, n, n) maps whose padding is zero; `real` (batch, n) marks the other rows."""
     gram = maps @ maps.transpose(-1, -2)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     vector = real.to(maps.dtype)
     for _ in range(steps):
         image = (vector[:, None, :] @ gram)[:, 0]  # the Gram matrix is symmetric, and rows are several times faster
-        # positive throughout, or nothing is certified; what underflows has no part in the largest value
+        # entries must stay positive for the bound; those that underflow do not matter for the largest eigenvalue
         vector = (image / image.amax(-1, keepdim=True)).clamp(min=1e-18) * real
     image = (vector[:, None, :] @ gram)[:, 0]
     rayleigh = (vector * image).sum(-1) / vector.square().sum(-1)
@@ -135,14 +128,15 @@ def cheap_piece(maps: torch.Tensor, real: torch.Tensor, steps: int) -> dict[str,
     }
 
 
+@full_precision()
 def factor_spectrum(
     query: torch.Tensor, key: torch.Tensor, center_rows: bool = False, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Singular values, descending, of `query @ key^T` from its factors (..., n, r) and (..., m, r), as (..., r).
 
-    Neither the n x m logits nor the d x d form of a head is ever made: two QR decompositions leave an r x r matrix with
-    the same singular values. With `center_rows`, the mean of each row of logits, which softmax ignores, is taken away
-    first, by centring the keys. Tokens that a `mask` (batch, n) of self-attention marks with 0 are left out.
+    Neither the n x m logits nor the d x d form of a head is computed: two QR decompositions give an r x r matrix with the
+    same singular values. With `center_rows`, the mean of each row of logits, which softmax ignores, is subtracted first, by
+    centring the keys. Tokens that a `mask` (batch, n) of self-attention marks with 0 are ignored.
     """
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"queries and keys must have one width, got {tuple(query.shape)} and {tuple(key.shape)}.")
@@ -158,6 +152,5 @@ def factor_spectrum(
     with one_thread(query):
         left, right = (torch.linalg.qr(factor, mode="r").R for factor in (query, key))
         singular = torch.linalg.svdvals(left @ right.transpose(-1, -2))
-    return torch.nn.functional.pad(
-        singular, (0, query.shape[-1] - singular.shape[-1])
-    )  # with fewer rows than r, zeros
+    missing = query.shape[-1] - singular.shape[-1]  # with fewer rows than r, the others are zero
+    return torch.nn.functional.pad(singular, (0, missing))

@@ -1,22 +1,10 @@
 """What the formulas may be asked, checked in one place."""
 
-import operator
 from typing import Any
 
 import numpy as np
 
-
-def whole(name: str, value: Any, least: int, reason: str = "") -> int:
-    """`value` as an int of at least `least`, or a ValueError that names it and says why."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"`{name}` must be a whole number, got {value!r}.") from None
-    if number < least:
-        raise ValueError(f"`{name}` must be at least {least}{reason and ': ' + reason}, got {number}.")
-    return number
+from ..checks import whole
 
 
 def positive(name: str, value: Any) -> float:
