@@ -1,4 +1,4 @@
-"""How many parameters a head geometry costs, and which geometries cost the same."""
+"""How many parameters a head geometry costs, which geometries cost the same, and whether all parameters are finite."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -80,3 +80,10 @@ def equal_budget_grid(budget: int, hidden_size: int, ranks: Sequence[int] | None
         {"qk_rank": int(rank), "v_head_dim": int(rank), "num_attention_heads": budget // (int(rank) * hidden_size)}
         for rank in ranks
     ]
+
+
+def check_finite_weights(model: PreTrainedModel, what: str) -> None:
+    """Refuse NaN and Inf anywhere in the weights and buffers of a model; offloaded ones are not there to be checked."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} of {what} holds NaN or Inf: only finite weights are converted and exported.")

@@ -3,10 +3,9 @@
 from huggingface_hub.dataclasses import strict
 from transformers import AlbertConfig
 
-from .heads import RankConfigMixin, value_errors
+from ..rank_attention import RankConfigMixin
 
 
-@value_errors
 @strict
 class RankAlbertConfig(RankConfigMixin, AlbertConfig):
     r"""
@@ -22,8 +21,8 @@ class RankAlbertConfig(RankConfigMixin, AlbertConfig):
         qk_scale (`float`, *optional*, defaults to `qk_rank ** -0.5`):
             Factor on the logits.
 
-    The layers of a group share their weights, so these four may differ by group and not by layer: `per_layer_config`
-    has to give all layers of a group the same values.
+    The layers of a group share their weights, so these four may differ by group, not by layer: `per_layer_config` has to
+    give all layers of a group the same values.
 
     With all four left alone, the model is stock ALBERT to the last bit, under the stock parameter names.
 
@@ -40,11 +39,6 @@ class RankAlbertConfig(RankConfigMixin, AlbertConfig):
     model_type = "rank_albert"
     stock_model_type = "albert"
     keys_to_ignore_at_inference = ["hidden_states", "attentions"]
-
-    qk_rank: int | list[int] | None = None
-    v_head_dim: int | list[int] | None = None
-    qk_norm: bool = False
-    qk_scale: float | int | None = None
 
     def layers_of_group(self, group_idx: int) -> list[int]:
         """The layers that run with the weights of one group, counted as transformers counts them."""

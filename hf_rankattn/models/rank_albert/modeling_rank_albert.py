@@ -1,10 +1,8 @@
 """RankALBERT: ALBERT whose heads have a query-key rank of their own. Only attention differs from transformers' ALBERT."""
 
-import inspect
 from functools import partial
 
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 from transformers.models.albert.modeling_albert import (
     AlbertAttention,
     AlbertForMaskedLM,
@@ -21,16 +19,7 @@ from transformers.models.albert.modeling_albert import (
     eager_attention_forward,
 )
 
-from .building import (
-    apply_qk_norm,
-    check_config,
-    init_temperature,
-    load_safely,
-    rank_attention,
-    rebind,
-    set_heads,
-    split_heads,
-)
+from ..rank_attention import RankModelMixin, project, rank_attention, rebind, set_heads, set_projections
 from .configuration_rank_albert import RankAlbertConfig
 
 
@@ -40,22 +29,15 @@ class RankAlbertAttention(AlbertAttention):
         set_heads(self, config, layer_idx)
         self.attention_dropout = nn.Dropout(config.attention_probs_dropout_prob)
         self.output_dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.query = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank)
-        self.key = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank)
-        self.value = nn.Linear(config.hidden_size, self.num_attention_heads * self.v_head_dim)
+        set_projections(self, config.hidden_size)
         self.dense = nn.Linear(self.num_attention_heads * self.v_head_dim, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.is_causal = False
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
-        query = split_heads(self.query(hidden_states), self.num_attention_heads, self.qk_rank)
-        key = split_heads(self.key(hidden_states), self.num_attention_heads, self.qk_rank)
-        value = split_heads(self.value(hidden_states), self.num_attention_heads, self.v_head_dim)
-        query, key = apply_qk_norm(self, query, key)
+        states = [project(self, name, hidden_states) for name in ("query", "key", "value")]
         dropout = self.attention_dropout.p if self.training else 0.0
-        attended, maps = rank_attention(
-            self, query, key, value, attention_mask, dropout, eager_attention_forward, **kwargs
-        )
+        attended, maps = rank_attention(self, *states, attention_mask, dropout, eager_attention_forward, **kwargs)
         attended = self.output_dropout(self.dense(attended))
         return self.LayerNorm(hidden_states + attended), maps
 
@@ -74,7 +56,7 @@ class RankAlbertLayerGroup(AlbertLayerGroup):
 
 class RankAlbertTransformer(AlbertTransformer):
     def __init__(self, config):
-        # Stock code builds the groups in order and does not number them; the first layer of a group speaks for it.
+        # Stock code builds the groups in order and does not number them; the geometry of a group is that of its first layer.
         first_layers = (
             layers[0] if layers else None for layers in map(config.layers_of_group, range(config.num_hidden_groups))
         )
@@ -85,35 +67,14 @@ class RankAlbertTransformer(AlbertTransformer):
         build(self, config)
 
 
-class RankAlbertPreTrainedModel(AlbertPreTrainedModel):
-    """Base class of the ALBERT family on rank attention: loading, checks and defaults."""
+class RankAlbertPreTrainedModel(RankModelMixin, AlbertPreTrainedModel):
+    """Base class of the ALBERT family on rank attention."""
 
     config: RankAlbertConfig
-    # Flash and flex kernels are off until they have been tested on a GPU with unequal widths.
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    model_tags = ["rank-attention"]
 
-    def __init__(self, config, *args, **kwargs):
-        check_config(self, config, RankAlbertConfig)
-        names = (
-            {"AlbertTransformer": RankAlbertTransformer}
-            if isinstance(self, AlbertModel)
-            else {"AlbertModel": RankAlbertModel}
-        )
-        build = super().__init__.__func__  # that of the stock class, or of PreTrainedModel below a class of the user's
-        if inspect.unwrap(build) is not inspect.unwrap(PreTrainedModel.__init__):
-            build = rebind(build, **names)
-        build(self, config, *args, **kwargs)
-
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        init_temperature(module)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        load = super().from_pretrained
-        return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
+    def rank_classes(self, config):
+        inner = isinstance(self, AlbertModel)
+        return {"AlbertTransformer": RankAlbertTransformer} if inner else {"AlbertModel": RankAlbertModel}
 
 
 class RankAlbertModel(RankAlbertPreTrainedModel, AlbertModel):

@@ -3,10 +3,9 @@
 from huggingface_hub.dataclasses import strict
 from transformers import BertConfig
 
-from .heads import RankConfigMixin, value_errors
+from ..rank_attention import RankConfigMixin
 
 
-@value_errors
 @strict
 class RankBertConfig(RankConfigMixin, BertConfig):
     r"""
@@ -39,11 +38,6 @@ class RankBertConfig(RankConfigMixin, BertConfig):
     model_type = "rank_bert"
     stock_model_type = "bert"
     keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "attentions", "cross_attentions"]
-
-    qk_rank: int | list[int] | None = None
-    v_head_dim: int | list[int] | None = None
-    qk_norm: bool = False
-    qk_scale: float | int | None = None
 
 
 __all__ = ["RankBertConfig"]

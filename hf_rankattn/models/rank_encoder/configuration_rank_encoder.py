@@ -5,11 +5,11 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
-from .heads import RankConfigMixin, value_errors
+from ..rank_attention import RANK_FIELDS, RankConfigMixin
 
 
-@value_errors
 @strict
 class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
     r"""
@@ -76,10 +76,6 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
     hidden_size: int | None = None
     num_hidden_layers: int = 1
     num_attention_heads: int = 1
-    qk_rank: int | list[int] | None = None
-    v_head_dim: int | list[int] | None = None
-    qk_norm: bool = False
-    qk_scale: float | int | None = None
     output_scale: float | int | None = None
     attention: Literal["softmax", "hardmax"] = "softmax"
     attention_bias: bool = True
@@ -101,9 +97,8 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
     initializer_range: float = 0.02
     pad_token_id: int | None = None
 
-    @property
     def own_fields(self):
-        return tuple(type(self).__annotations__)
+        return (*RankEncoderConfig.__annotations__, *RANK_FIELDS)
 
     def __post_init__(self, **kwargs):
         if (self.input_dim is None) == (self.vocab_size is None):
@@ -127,18 +122,18 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
+        super().validate_architecture()
         if self.num_hidden_layers < 1:
             raise ValueError(f"`num_hidden_layers` must be at least 1, got {self.num_hidden_layers}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {', '.join(sorted(ACT2FN))}; got {self.hidden_act!r}.")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 0 and below 1, got {getattr(self, name)}.")
-        super().validate_architecture()
         if not self.norm_eps > 0:
             raise ValueError(f"`norm_eps` must be above 0, or a zero vector becomes NaN; got {self.norm_eps}.")
         if self.vocab_size and self.pad_token_id is not None and self.pad_token_id not in range(self.vocab_size):
-            raise ValueError(
-                f"`pad_token_id`={self.pad_token_id} is not in the vocabulary of {self.vocab_size} tokens."
-            )
+            raise ValueError(f"`pad_token_id`={self.pad_token_id} is not below vocab_size={self.vocab_size}.")
         if self.output_scale is not None and not 0 < self.output_scale < math.inf:
             raise ValueError(f"`output_scale` must be a positive finite number, got {self.output_scale}.")
         if self.position == "concatenated" and not (self.position_dim and 0 < self.position_dim < self.hidden_size):

@@ -1,6 +1,7 @@
 """RankEncoder: the from-scratch encoder of the papers on attention rank, on real-valued tokens or on a vocabulary."""
 
 import math
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 import torch
@@ -13,19 +14,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, TokenClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .blocked_attention import blocked_attention
-from .building import (
+from ..blocked_attention import blocked_attention
+from ..rank_attention import (
+    RankModelMixin,
     apply_qk_norm,
-    check_config,
     init_temperature,
-    load_safely,
+    project,
     rank_attention,
     set_heads,
-    split_heads,
+    set_projections,
 )
 from .configuration_rank_encoder import RankEncoderConfig
 
@@ -74,9 +75,7 @@ class RankEncoderAttention(nn.Module):
         super().__init__()
         set_heads(self, config, layer_idx)
         width, bias = self.num_attention_heads * self.v_head_dim, config.attention_bias
-        self.query = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank, bias=bias)
-        self.key = nn.Linear(config.hidden_size, self.num_attention_heads * self.qk_rank, bias=bias)
-        self.value = nn.Linear(config.hidden_size, width, bias=bias)
+        set_projections(self, config.hidden_size, bias)
         self.output = nn.Linear(width, config.hidden_size, bias=bias)
         # Transformers initialises module by module, so each projection carries its bounds: Xavier for the (3 d, d) matrix
         # of one ordinary layer, whatever the number of heads; biases start at zero.
@@ -92,23 +91,19 @@ class RankEncoderAttention(nn.Module):
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         dropout = self.dropout if self.training else 0.0
-        fused = (
-            self.config._attn_implementation == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
-        )
-        fused = fused and not kwargs.get("output_attentions")
+        fused = self.config._attn_implementation == "sdpa" and not kwargs.get("output_attentions")
+        fused = fused and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
         if fused and attention_mask is None and dropout == 0.0 and not self.hardmax:
             layers = self.query, self.key, self.value, self.output
-            heads = self.num_attention_heads
+            scales = self.scaling, self.output_scale
             attended = blocked_attention(
-                hidden_states, *layers, heads, self.scaling, self.output_scale, self.log_temperature
+                hidden_states, *layers, self.num_attention_heads, *scales, self.log_temperature
             )
             if attended is not None:
                 return attended, None
-        query = split_heads(self.query(hidden_states), self.num_attention_heads, self.qk_rank)
-        key = split_heads(self.key(hidden_states), self.num_attention_heads, self.qk_rank)
-        value = split_heads(self.value(hidden_states), self.num_attention_heads, self.v_head_dim)
-        query, key = apply_qk_norm(self, query, key)
+        query, key, value = (project(self, name, hidden_states) for name in ("query", "key", "value"))
         if self.hardmax:
+            query, key = apply_qk_norm(self, query, key)
             joined, maps = eager_attention_forward(self, query, key, value, attention_mask, self.scaling, dropout)
             joined = joined.flatten(2)
         else:
@@ -204,8 +199,8 @@ class RankEncoderEmbeddings(nn.Module):
         return self.norm(states)
 
 
-class RankEncoderPreTrainedModel(PreTrainedModel):
-    """Base class of the encoders: loading, checks and initialisation."""
+class RankEncoderPreTrainedModel(RankModelMixin, PreTrainedModel):
+    """Base class of the encoders, with the papers' initialisation."""
 
     config: RankEncoderConfig
     base_model_prefix = "encoder"
@@ -215,17 +210,19 @@ class RankEncoderPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _no_split_modules = ["RankEncoderLayer"]
     _can_record_outputs = {"hidden_states": RankEncoderLayer, "attentions": RankEncoderAttention}
-    model_tags = ["rank-attention"]
     # the losses below are means over a batch, so Trainer has to divide by the steps that it accumulates
     accepts_loss_kwargs = False
 
-    def __init__(self, config, *args, **kwargs):
-        check_config(self, config, RankEncoderConfig)
-        super().__init__(config, *args, **kwargs)
+    def encode(self, points, queries, input_ids, attention_mask, **kwargs) -> tuple[BaseModelOutput, torch.Tensor]:
+        """The encoder's outputs, and the states that a head reads: of the queries where there are queries, else of all."""
+        tokens = {"points": points, "queries": queries, "input_ids": input_ids, "attention_mask": attention_mask}
+        outputs = self.encoder(**tokens, return_dict=True, **kwargs)
+        states = outputs.last_hidden_state
+        return outputs, states if queries is None else states[:, points.shape[1] :]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return True  # transformers looks for the interface in the source of this file; it is called in building.py
+        return True  # transformers looks for the call of its interface in this file; it is in rank_attention.py
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -249,11 +246,6 @@ class RankEncoderPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        load = super().from_pretrained
-        return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
 
 
 class RankEncoderModel(RankEncoderPreTrainedModel):
@@ -343,6 +335,27 @@ def check_inputs(config, points, queries, input_ids, attention_mask, kwargs) -> 
     return tokens
 
 
+@dataclass
+class PointRegressionOutput(ModelOutput):
+    """The vectors that point regression predicts.
+
+    Args:
+        loss (`torch.FloatTensor`, *optional*): Mean squared distance to `labels`, returned if they are given.
+        predictions (`torch.FloatTensor` of shape `(batch, n or m, output_dim)`): One vector per token, or per query.
+        hidden_states, attentions (`tuple[torch.FloatTensor]`, *optional*): As in [`~transformers.modeling_outputs.BaseModelOutput`].
+    """
+
+    loss: torch.FloatTensor | None = None
+    predictions: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+    @property
+    def logits(self) -> torch.FloatTensor | None:
+        """`predictions`, under the name that transformers uses for the output of every head."""
+        return self.predictions
+
+
 class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
     """Predicts a vector for each token (for each query, where there are queries)."""
 
@@ -364,22 +377,14 @@ class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         labels: torch.FloatTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> TokenClassifierOutput:
+    ) -> PointRegressionOutput:
         r"""
         Args:
             labels (`torch.FloatTensor` of shape `(batch, n or m, output_dim)`, *optional*):
                 Target vectors. The loss is the squared distance, summed over the entries of a vector and averaged over
                 the tokens that are not padding: predicting zero for unit vectors costs 1.
         """
-        outputs = self.encoder(
-            points=points,
-            queries=queries,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            return_dict=True,
-            **kwargs,
-        )
-        states = outputs.last_hidden_state if queries is None else outputs.last_hidden_state[:, points.shape[1] :]
+        outputs, states = self.encode(points, queries, input_ids, attention_mask, **kwargs)
         predictions = self.head(states)[..., : self.config.output_dim]
         loss = None
         if labels is not None:
@@ -389,8 +394,8 @@ class RankEncoderForPointRegression(RankEncoderPreTrainedModel):
             if attention_mask is not None and queries is None:
                 errors = errors[attention_mask.bool()]
             loss = errors.mean()
-        return TokenClassifierOutput(
-            loss=loss, logits=predictions, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        return PointRegressionOutput(
+            loss=loss, predictions=predictions, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 
@@ -417,25 +422,19 @@ class RankEncoderForTokenClassification(RankEncoderPreTrainedModel):
         Args:
             labels (`torch.LongTensor` of shape `(batch, n or m)`, *optional*): Classes; -100 is left out of the loss.
         """
-        outputs = self.encoder(
-            points=points,
-            queries=queries,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            return_dict=True,
-            **kwargs,
-        )
-        states = outputs.last_hidden_state if queries is None else outputs.last_hidden_state[:, points.shape[1] :]
+        outputs, states = self.encode(points, queries, input_ids, attention_mask, **kwargs)
         logits = self.head(states)
         loss = None
         if labels is not None:
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            loss = nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten())
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 
 __all__ = [
+    "PointRegressionOutput",
     "RankEncoderForPointRegression",
     "RankEncoderForTokenClassification",
     "RankEncoderModel",

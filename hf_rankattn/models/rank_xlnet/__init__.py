@@ -1,47 +1,12 @@
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMultipleChoice,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    XLNetTokenizer,
-)
+from transformers import XLNetTokenizer
 
-from .configuration_rank_xlnet import RankXLNetConfig
-from .modeling_rank_xlnet import (
-    RankXLNetForMultipleChoice,
-    RankXLNetForQuestionAnswering,
-    RankXLNetForQuestionAnsweringSimple,
-    RankXLNetForSequenceClassification,
-    RankXLNetForTokenClassification,
-    RankXLNetLMHeadModel,
-    RankXLNetModel,
-    RankXLNetPreTrainedModel,
-)
+from ..registration import register_twin
+from . import modeling_rank_xlnet
+from .configuration_rank_xlnet import RankXLNetConfig as RankXLNetConfig
+from .modeling_rank_xlnet import *
 
 
-AutoConfig.register(RankXLNetConfig.model_type, RankXLNetConfig, exist_ok=True)
-AutoModel.register(RankXLNetConfig, RankXLNetModel, exist_ok=True)
-AutoModelForCausalLM.register(RankXLNetConfig, RankXLNetLMHeadModel, exist_ok=True)
-AutoModelForMultipleChoice.register(RankXLNetConfig, RankXLNetForMultipleChoice, exist_ok=True)
-AutoModelForPreTraining.register(RankXLNetConfig, RankXLNetLMHeadModel, exist_ok=True)
-AutoModelForQuestionAnswering.register(RankXLNetConfig, RankXLNetForQuestionAnsweringSimple, exist_ok=True)
-AutoModelForSequenceClassification.register(RankXLNetConfig, RankXLNetForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(RankXLNetConfig, RankXLNetForTokenClassification, exist_ok=True)
-AutoTokenizer.register(RankXLNetConfig, XLNetTokenizer, exist_ok=True)
+register_twin(RankXLNetConfig, modeling_rank_xlnet, XLNetTokenizer)
 
-__all__ = [
-    "RankXLNetConfig",
-    "RankXLNetForMultipleChoice",
-    "RankXLNetForQuestionAnswering",
-    "RankXLNetForQuestionAnsweringSimple",
-    "RankXLNetForSequenceClassification",
-    "RankXLNetForTokenClassification",
-    "RankXLNetLMHeadModel",
-    "RankXLNetModel",
-    "RankXLNetPreTrainedModel",
-]
+__all__ = ["RankXLNetConfig"]
+__all__ += modeling_rank_xlnet.__all__

@@ -2,16 +2,10 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers import XLNetConfig
-from transformers.activations import ACT2FN
 
-from .heads import RankConfigMixin, value_errors
-
-
-# transformers finds out about other values when the model runs
-CHOICES = {"attn_type": ("bi", "uni"), "summary_type": ("last", "first", "mean", "cls_index")}
+from ..rank_attention import RankConfigMixin
 
 
-@value_errors
 @strict
 class RankXLNetConfig(RankConfigMixin, XLNetConfig):
     r"""
@@ -45,26 +39,14 @@ class RankXLNetConfig(RankConfigMixin, XLNetConfig):
     stock_model_type = "xlnet"
     keys_to_ignore_at_inference = ["mems", "hidden_states", "attentions"]
 
-    qk_rank: int | list[int] | None = None
-    v_head_dim: int | list[int] | None = None
-    qk_norm: bool = False
-    qk_scale: float | int | None = None
-
     def __post_init__(self, **kwargs):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))  # before `d_head` is derived from them
-        if self.n_head < 1:
-            raise ValueError(f"`n_head` must be at least 1, got {self.n_head}.")
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
         super().validate_architecture()
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {getattr(self, name)!r}.")
-        if self.summary_activation and self.summary_activation not in ACT2FN:
-            raise ValueError(f"`summary_activation` names no activation of transformers: {self.summary_activation!r}.")
         if self.d_head != self.d_model // self.n_head:
             raise ValueError(
                 f"`d_head`={self.d_head} would be ignored: leave it out, and set `qk_rank` for the query/key width of a "

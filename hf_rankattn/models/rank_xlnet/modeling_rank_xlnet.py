@@ -1,12 +1,10 @@
 """RankXLNet: XLNet whose heads have a query-key rank of their own. Only attention differs from transformers' XLNet."""
 
-import inspect
 from functools import partial
 
 import torch
 from torch import nn
 from transformers.generation import GenerationMixin
-from transformers.modeling_utils import PreTrainedModel
 from transformers.models.xlnet.modeling_xlnet import (
     XLNetForMultipleChoice,
     XLNetForQuestionAnswering,
@@ -20,7 +18,7 @@ from transformers.models.xlnet.modeling_xlnet import (
     XLNetRelativeAttention,
 )
 
-from .building import check_config, init_temperature, load_safely, rebind, set_heads, unit_norm
+from ..rank_attention import RankModelMixin, rebind, set_heads, unit_norm
 from .configuration_rank_xlnet import RankXLNetConfig
 
 
@@ -30,9 +28,7 @@ class RankXLNetRelativeAttention(XLNetRelativeAttention):
         set_heads(self, config, layer_idx)
         self.n_head, self.d_model = config.n_head, config.d_model
         if (config if layer_idx is None else config.per_layer_config[layer_idx]).qk_scale is None:
-            self.scaling = (
-                1 / self.qk_rank**0.5
-            )  # stock XLNet's form, which differs from qk_rank ** -0.5 in a last bit
+            self.scaling = 1 / self.qk_rank**0.5  # as in stock XLNet; differs from qk_rank ** -0.5 in the last bit
         if self.qk_rank == self.v_head_dim:
             self.d_head = self.qk_rank
         query_shape = (self.n_head, self.qk_rank)
@@ -56,6 +52,12 @@ class RankXLNetRelativeAttention(XLNetRelativeAttention):
             return self.scaling
         return self.log_temperature.exp()[:, None, None].to(self.q.dtype) * self.scaling
 
+    def forward(self, h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems=None, target_mapping=None, **kwargs):
+        # the model makes both in float32, and stock attention on two streams casts neither
+        r = r.to(self.r.dtype)
+        target_mapping = None if target_mapping is None else target_mapping.to(self.q.dtype)
+        return super().forward(h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems, target_mapping, **kwargs)
+
     def rel_attn_core(self, q_head, k_head_h, v_head_h, k_head_r, **kwargs):
         if self.log_temperature is not None:
             q_head, k_head_h, k_head_r = unit_norm(q_head), unit_norm(k_head_h), unit_norm(k_head_r)
@@ -68,32 +70,23 @@ class RankXLNetLayer(XLNetLayer):
         rebind(XLNetLayer.__init__, XLNetRelativeAttention=attention)(self, config)
 
 
-class RankXLNetPreTrainedModel(XLNetPreTrainedModel):
-    """Base class of the XLNet family on rank attention: loading, checks and defaults."""
+class RankXLNetPreTrainedModel(RankModelMixin, XLNetPreTrainedModel):
+    """Base class of the XLNet family on rank attention."""
 
     config: RankXLNetConfig
     _no_split_modules = ["RankXLNetLayer"]
-    model_tags = ["rank-attention"]
 
     def __init__(self, config, *args, **kwargs):
-        check_config(self, config, RankXLNetConfig)
-        # Stock code builds the layers in order and does not number them.
-        layers = iter(range(config.n_layer))
-        own_layers = {"XLNetLayer": lambda config: RankXLNetLayer(config, layer_idx=next(layers))}
-        names = own_layers if isinstance(self, XLNetModel) else {"XLNetModel": RankXLNetModel}
-        build = super().__init__.__func__  # that of the stock class, or of PreTrainedModel below a class of the user's
-        if inspect.unwrap(build) is not inspect.unwrap(PreTrainedModel.__init__):
-            build = rebind(build, **names)
-        build(self, config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)
+        if isinstance(self, XLNetModel):
+            # stock code makes it in float32 whatever dtype the model is built or loaded in, and masks take its dtype
+            self.mask_emb.data = self.mask_emb.data.to(torch.get_default_dtype())
 
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        init_temperature(module)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        load = super().from_pretrained
-        return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
+    def rank_classes(self, config):
+        if not isinstance(self, XLNetModel):
+            return {"XLNetModel": RankXLNetModel}
+        layers = iter(range(config.n_layer))  # stock code builds the layers in order and does not number them
+        return {"XLNetLayer": lambda config: RankXLNetLayer(config, layer_idx=next(layers))}
 
 
 class RankXLNetModel(RankXLNetPreTrainedModel, XLNetModel):
