@@ -1,4 +1,4 @@
-"""A small task that a model without any training on text can learn: look a key up."""
+"""A small task that a model can learn without pretraining on text: find the value of a key."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ KEYS, VALUES, PAIRS = 32, 4, 8
 def key_value_rows(count: int, seed: int, split: str = "train") -> list[dict[str, str | int]]:
     """Lines `key5 key9is1 key5is3 ...`: a key, and then eight keys with a value each; the class is the value of the first key.
 
-    To find it a head has to match keys, which is what query-key rank is for. Splits and seeds have draws of their own.
+    A head has to match keys to find it, which needs query-key rank. Splits and seeds are drawn independently.
 
     >>> for row in key_value_rows(2, seed=0):
     ...     print(row["text"], "->", row["label"])

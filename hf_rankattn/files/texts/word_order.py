@@ -1,4 +1,4 @@
-"""A small task made of any text: do these words stand in their order, or have they been shuffled?"""
+"""A small task made from any text: are these words in their order, or shuffled?"""
 
 import hashlib
 import json
@@ -17,9 +17,9 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def word_order_rows(texts: Sequence[str], seed: int, words: int = 16) -> list[dict[str, str | int]]:
-    """Pieces of `words` words, each as it is (label 0) and with its words shuffled (label 1).
+    """Pieces of `words` words, each unchanged (label 0) and with its words shuffled (label 1).
 
-    A row depends on its text and on the seed, not on the other texts. Pieces below half that length are left out.
+    A row depends on its text and on the seed, not on the other texts. Pieces shorter than half of that are left out.
 
     >>> for row in word_order_rows(["rank is what a head has of its own"], seed=0, words=5):
     ...     print(row)
@@ -29,7 +29,7 @@ def word_order_rows(texts: Sequence[str], seed: int, words: int = 16) -> list[di
     {'text': 'own of has its', 'label': 1}
     """
     if words < 2:
-        raise ValueError(f"`words` must be at least 2, or there is no order; got {words}.")
+        raise ValueError(f"`words` must be at least 2, got {words}: one word has no order.")
     rows: list[dict[str, str | int]] = []
     for text in texts:
         digest = hashlib.sha256(json.dumps([seed, words, text]).encode()).digest()
@@ -47,9 +47,9 @@ def word_order_rows(texts: Sequence[str], seed: int, words: int = 16) -> list[di
 
 
 def word_tokenizer(texts: Sequence[str], vocab_size: int = 4096) -> "PreTrainedTokenizerFast":
-    """A tokenizer with the commonest words and marks of these texts, in lower case, as tokens.
+    """A tokenizer whose tokens are the most frequent words and punctuation marks of these texts, in lower case.
 
-    No training is involved, so that every process makes the same one.
+    Nothing is trained, so every process makes the same tokenizer.
 
     >>> tokenizer = word_tokenizer(["Rank is a resource.", "Depth loses rank."])
     >>> tokenizer.convert_ids_to_tokens(tokenizer("Rank is lost.")["input_ids"])
