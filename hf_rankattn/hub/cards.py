@@ -1,4 +1,4 @@
-"""Cards of models and datasets: what they are, how they were made, and the numbers that were measured, no others."""
+"""Cards of models and datasets. They contain measured numbers only."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,15 +9,22 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 
 
 TEMPLATES = Path(__file__).parent / "templates"
-TEMPLATE = TEMPLATES / "model_card.md"
 PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
+    "ForQuestionAnsweringSimple": "question-answering",
     "ForMultipleChoice": "multiple-choice",
+    "ForNextSentencePrediction": "text-classification",
+    "ForPreTraining": "fill-mask",
     "LMHeadModel": "text-generation",
 }
+
+
+def pipeline_of(model_class: str) -> str | None:
+    """What the Hub calls the task of a model class; None for a model without a head."""
+    return next((task for suffix, task in PIPELINES.items() if model_class.endswith(suffix)), None)
 
 
 def head_rows(config) -> list[dict[str, Any]]:
@@ -57,6 +64,7 @@ def model_card(
     license: str | None = None,
     language: str | None = None,
     remote_code: bool = False,
+    sentence_transformers: bool = False,
 ) -> ModelCard:
     """Render the card of a rank model.
 
@@ -73,6 +81,8 @@ def model_card(
         license (`str`, *optional*): Licence of the weights.
         language (`str`, *optional*): Language of the texts it reads.
         remote_code (`bool`, *optional*, defaults to `False`): Whether its folder carries the source of its classes.
+        sentence_transformers (`bool`, *optional*, defaults to `False`):
+            Whether its folder carries the modules of a sentence-transformers model, which loads it then.
 
     Example:
 
@@ -91,7 +101,7 @@ def model_card(
         raise ValueError(f"`results` takes huggingface_hub.EvalResult objects, got {strangers[0]!r}.")
     datasets = [datasets] if isinstance(datasets, str) else list(datasets)
     results = [replace(result, metric_value=plain_number(result.metric_value)) for result in results]
-    suffix = next((name for name in PIPELINES if model_class.endswith(name)), None)
+    pipeline = "sentence-similarity" if sentence_transformers else pipeline_of(model_class)
     reads_text = not hasattr(config, "input_dim")
     data = ModelCardData(
         # "transformers" makes the Hub show a snippet that works only where the repository carries its own code
@@ -101,14 +111,14 @@ def model_card(
         base_model=base_model,
         datasets=datasets or None,
         metrics=sorted({result.metric_type for result in results}) or None,
-        pipeline_tag=PIPELINES[suffix] if suffix and reads_text else None,
+        pipeline_tag=pipeline if reads_text else None,
         tags=rank_tags(config),
         model_name=repo_id.rsplit("/", 1)[-1],
         eval_results=results or None,
     )
     return ModelCard.from_template(
         data,
-        template_path=str(TEMPLATE),
+        template_path=str(TEMPLATES / "model_card.md"),
         repo_id=repo_id,
         model_class=model_class,
         auto_class=auto_class,
@@ -121,16 +131,11 @@ def model_card(
         base=base_model,
         trained_on=datasets,
         remote_code=remote_code,
+        sentence_transformers=sentence_transformers,
     )
 
 
-SIZES = (
-    (1_000, "n<1K"),
-    (10_000, "1K<n<10K"),
-    (100_000, "10K<n<100K"),
-    (1_000_000, "100K<n<1M"),
-    (10_000_000, "1M<n<10M"),
-)
+SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
 
 
 def dataset_card(
@@ -171,7 +176,7 @@ def dataset_card(
     data = DatasetCardData(
         license=license,
         pretty_name=repo_id.rsplit("/", 1)[-1],
-        size_categories=[next((name for limit, name in SIZES if largest < limit), "n>10M")],
+        size_categories=[next((name for limit, name in SIZES.items() if largest < limit), "n>10M")],
         tags=["rank-attention", "rank-attention-task", "synthetic", task],
         configs=configs,
         dataset_info=list(dataset_info),
