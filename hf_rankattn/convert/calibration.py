@@ -1,0 +1,51 @@
+"""Calibration batches for the model below its head, and the masks of their real tokens."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ..files.running import Inputs, batches_of
+
+
+def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches for the model below its head; the choices of a multiple-choice batch become separate texts."""
+    for batch in batches_of(base, calibration):
+        if strangers := sorted({"mems", "perm_mask", "target_mapping", "past_key_values"} & set(batch)):
+            raise ValueError(
+                f"calibrate on plain texts: the batch has {', '.join(strangers)}, which change the keys that a row sees."
+            )
+        ids = batch.get("input_ids")
+        if ids is not None and ids.ndim == 3:
+            batch = {name: value.flatten(0, 1) for name, value in batch.items()}
+        # a tensor of inference mode cannot be saved for a backward pass
+        yield {name: value.clone() if value.is_inference() else value for name, value in batch.items()}
+
+
+def in_pieces(batch: dict[str, torch.Tensor], rows: int | None) -> Iterator[dict[str, torch.Tensor]]:
+    """The batch, `rows` texts at a time (all of them if None); tensors that texts share, such as position ids, are passed on whole.
+
+    >>> [piece["input_ids"].tolist() for piece in in_pieces({"input_ids": torch.arange(3)[:, None]}, rows=2)]
+    [[[0], [1]], [[2]]]
+    """
+    texts = batch.get("input_ids", batch.get("inputs_embeds"))
+    if texts is None or rows is None:
+        yield batch
+        return
+    for start in range(0, len(texts), rows):
+        yield {
+            name: value[start : start + rows] if value.ndim and len(value) == len(texts) else value
+            for name, value in batch.items()
+        }
+
+
+def real_keys(batch: Mapping[str, torch.Tensor], cross: bool, shape: tuple[int, ...]) -> torch.Tensor:
+    """The mask (batch, n) of the tokens that are not padding."""
+    mask = batch.get("encoder_attention_mask" if cross else "attention_mask")
+    if mask is None and not cross and "input_mask" in batch:
+        mask = 1 - batch["input_mask"]  # XLNet's own mask has ones for padding
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"calibration takes masks of shape (batch, n), here {shape}, got {tuple(mask.shape)}.")
+    return mask.bool().cpu()

@@ -1,0 +1,75 @@
+"""Closed forms: the rank-r factors of a bilinear form that lose least, given the moments of both of its sides."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..measure.threads import one_thread
+
+
+# relative weight of isotropic inputs: too small to move an optimum by 1e-6, enough to rank directions that no
+# calibration token has
+PRIOR = 1e-10
+
+
+class Factors(NamedTuple):
+    """`query` (heads, x, r) and `key` (heads, y, r), whose product replaces the form; its spectrum and the energy lost."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    singular: torch.Tensor
+    lost: torch.Tensor
+
+
+def root_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """`L` (..., w, w) with `L L^T = rows^T rows`, from rows (..., n, w), without squaring their condition."""
+    with one_thread(rows):
+        return torch.linalg.qr(rows, mode="r").R.transpose(-1, -2)
+
+
+def root_of_moment(moment: torch.Tensor) -> torch.Tensor:
+    """`L` (..., w, w) with `L L^T = moment`, which may be singular."""
+    with one_thread(moment):
+        values, vectors = torch.linalg.eigh(moment)
+    return vectors * values.clamp(min=0).sqrt()[..., None, :]
+
+
+def with_prior(moment: torch.Tensor, prior_root: torch.Tensor) -> torch.Tensor:
+    """The moment (heads, w, w) plus a small multiple of the moment of isotropic inputs."""
+    prior = prior_root @ prior_root.transpose(-1, -2)
+    size = trace(moment) / trace(prior).clamp(min=torch.finfo(moment.dtype).tiny)
+    return moment + PRIOR * size[..., None, None] * prior
+
+
+def trace(moment: torch.Tensor) -> torch.Tensor:
+    return moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def best_factors(query_root: torch.Tensor, key_root: torch.Tensor, form: torch.Tensor, rank: int) -> Factors:
+    """The rank-`rank` product `P R^T` nearest to `form` (heads, x, y) in the norm of its inputs.
+
+    With `query_root` (heads, x, x) and `key_root` (heads, y, y), roots of the second moments of queries and keys, it
+    minimises `||query_root^T (form - P R^T) key_root||_F^2`: the squared error of all logits between those queries and
+    keys. By Eckart and Young the minimum is the tail of the squared singular values of `query_root^T form key_root`. The
+    factors need no inverse of a root (the square-root method of balanced truncation), so moments can be singular; singular
+    values that are zero to rounding become zero columns.
+
+    >>> root = torch.eye(2, dtype=torch.float64)[None]
+    >>> best = best_factors(root, root, torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))[None], rank=1)
+    >>> (best.query @ best.key.mT).round().abs(), best.lost
+    (tensor([[[3., 0.],
+             [0., 0.]]], dtype=torch.float64), tensor([1.], dtype=torch.float64))
+    """
+    seen = query_root.transpose(-1, -2) @ form @ key_root
+    with one_thread(seen):
+        left, singular, right = torch.linalg.svd(seen, full_matrices=False)
+    kept = min(rank, singular.shape[-1])
+    largest = singular[..., :1].clamp(min=torch.finfo(singular.dtype).tiny)
+    floor = largest * torch.finfo(singular.dtype).eps * singular.shape[-1]
+    alive = singular[..., :kept] > floor
+    shrink = torch.where(alive, singular[..., :kept], 1).rsqrt() * alive
+    query = form @ key_root @ right.transpose(-1, -2)[..., :kept] * shrink[..., None, :]
+    key = form.transpose(-1, -2) @ query_root @ left[..., :kept] * shrink[..., None, :]
+    if kept < rank:
+        query, key = (torch.nn.functional.pad(factor, (0, rank - kept)) for factor in (query, key))
+    return Factors(query, key, singular, singular[..., kept:].square().sum(-1))

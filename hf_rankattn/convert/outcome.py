@@ -1,0 +1,157 @@
+"""The result of a conversion in numbers and in words: for the command, its JSON and the card."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from . import LayerReport
+from .damage import describe
+
+
+@dataclass
+class Outcome:
+    """The result of a conversion: layer by layer, in numbers, and its folder. A number that was not measured is None."""
+
+    layers: list[LayerReport]
+    parameters_before: int
+    parameters_after: int
+    weight_bytes_before: int
+    weight_bytes_after: int
+    base_model: str | None
+    load: str
+    folder: str
+    objective: str = "logits"
+    calibrated_on: str | None = None
+    damage: dict[str, float] = field(default_factory=dict)
+    judged_on: str | None = None
+    judged_texts_seen: int = 0  # the number of judging texts that were used in calibration as well
+    latency: dict[str, Any] | None = None
+
+    @property
+    def parameters_saved(self) -> int:
+        return sum(layer.parameters_saved for layer in self.layers)
+
+    @property
+    def share_saved(self) -> float:
+        """The share of the model's parameters that the conversion saved."""
+        return 1 - self.parameters_after / self.parameters_before
+
+    def as_dict(self) -> dict[str, Any]:
+        sums = {"parameters_saved": self.parameters_saved, "share_saved": self.share_saved}
+        return {**asdict(self), **sums, "layers": [layer.as_dict() for layer in self.layers]}
+
+    def lines(self) -> list[str]:
+        """The sentences that the command prints below its tables."""
+        lines = [f"{describe(name)}: {value:.3f}" for name, value in self.damage.items()]
+        lines.append(self.judged_line())
+        if self.calibrated_on is None:
+            lines.append("From the weights alone. Calibration on texts, which is the default, loses far less.")
+        elif self.calibrated_on.endswith("of the package"):
+            lines.append(
+                f"Calibrated on {self.calibrated_on}, objective {self.objective}. Text of another kind loses more: calibrate on yours with "
+                "--calibration FILE."
+            )
+        else:
+            lines.append(f"Calibrated on {self.calibrated_on}, objective {self.objective}.")
+        weighted = "" if self.objective == "attention" else " --objective attention (BERT and ALBERT),"
+        lines.append(f"To lose less: a higher --qk-rank,{weighted} --distil-steps 200, or more training.")
+        if self.base_model is None:
+            lines.append("The card names no base model: give its Hub repository with --base-model.")
+        return [*lines, f"Written to {self.folder}.", f"To load it: {self.load}"]
+
+    def judged_line(self) -> str:
+        """The texts that the damage was measured on, with a warning if they flatter the result."""
+        if self.judged_on is None:
+            return "The damage was not measured: no tokenizer of the checkpoint can read texts."
+        line = f"Judged on {self.judged_on}."
+        if self.judged_texts_seen:
+            line += f" {self.judged_texts_seen} of these texts were used in calibration, which flatters the result."
+        own_texts = self.calibrated_on and not self.calibrated_on.endswith("of the package")
+        if own_texts and "hf_rankattn" in self.judged_on:
+            line += " They may be of another kind than yours: judge on texts of your own with --dataset."
+        return line
+
+
+@dataclass
+class Judged:
+    """The texts that a conversion is judged on, their labels if they have some, and their source."""
+
+    texts: Sequence[Any]
+    labels: list[Any] | None
+    source: str
+    dataset: str
+    split: str
+
+
+def story(outcome: Outcome, source: str, distil_steps: int, seed: int) -> str:
+    """How a model was made and how much smaller it is, for its card."""
+    ranks = ", ".join(f"{layer.old_rank} to {layer.rank}" for layer in outcome.layers)
+    lines = [f"Converted by `rankattn convert` (seed {seed}); query-key ranks, layer by layer: {ranks}."]
+    if outcome.base_model is None:
+        lines.append(f"The source was a local folder named `{Path(source).resolve().name}`.")
+    if outcome.calibrated_on is None:
+        lines.append(
+            "From the weights alone: truncated singular values of each head's query-key form, biases included."
+        )
+    else:
+        what = "the row-centred logits"
+        if outcome.objective == "attention":
+            what = "the logits, weighted by the attention they meet,"
+        lines.append(
+            f"Least squared error of {what} on {outcome.calibrated_on}, layer by layer. Text of another kind loses more."
+        )
+    if outcome.judged_texts_seen:
+        lines.append(f"{outcome.judged_texts_seen} of the texts that judge it were used in calibration as well.")
+    if distil_steps:
+        lines.append(
+            f"Then {distil_steps} steps of distillation towards the hidden states of the original, on these texts and variations."
+        )
+    table = ["", "| | before | after |", "|---|---|---|"]
+    table += [f"| {' | '.join(row)} |" for row in size_rows(outcome)]
+    return " ".join(lines) + "\n" + "\n".join(table)
+
+
+def size_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """Parameters, weight files and latency: what, before, after."""
+    saved = outcome.share_saved
+    share = f"{abs(saved):.1%} {'fewer' if saved >= 0 else 'more'}"
+    before, after = (f"{size / 1e6:,.1f} MB" for size in (outcome.weight_bytes_before, outcome.weight_bytes_after))
+    rows = [
+        ("parameters", f"{outcome.parameters_before:,}", f"{outcome.parameters_after:,} ({share})"),
+        ("weight files", before, after),
+    ]
+    if outcome.latency:
+        times = outcome.latency
+        what = f"latency, shortest of {times['passes']} passes ({times['batch']})"
+        rows.append((what, f"{times['before_ms']:.1f} ms", f"{times['after_ms']:.1f} ms (ratio {times['ratio']:.2f})"))
+    return rows
+
+
+def results_of(outcome: Outcome, hub_name: str, judged: Judged | None) -> list[EvalResult]:
+    """The rows of the card: the damage, and the share of logit energy kept, its mean over layers."""
+    kept = sum(layer.energy_kept for layer in outcome.layers) / len(outcome.layers)
+    rows = [
+        EvalResult(
+            task_type=hub_name,
+            dataset_type=judged.dataset,
+            dataset_name=judged.source,
+            dataset_split=judged.split,
+            metric_type=metric,
+            metric_name=describe(metric),
+            metric_value=round(value, 4),
+        )
+        for metric, value in outcome.damage.items()
+        if judged is not None
+    ]
+    energy = EvalResult(
+        task_type=hub_name,
+        dataset_type="logits",
+        dataset_name="query-key logits, as the conversion met them",
+        metric_type="energy_kept",
+        metric_name="share of logit energy kept, mean over layers",
+        metric_value=round(kept, 4),
+    )
+    return [*rows, energy]

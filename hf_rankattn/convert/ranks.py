@@ -1,0 +1,74 @@
+"""The rank of each layer, chosen from the spectra of its logits."""
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+
+from ..models.rank_attention import WIDEST
+
+
+def energies(singular: torch.Tensor) -> torch.Tensor:
+    """The energy of the k-th component of a layer, all heads together, (w,), from singular values (heads, w)."""
+    return singular.square().sum(0)
+
+
+def ranks_for_energy(spectra: Sequence[torch.Tensor], energy: float) -> list[int]:
+    """The smallest rank of each layer that keeps this share of its logit energy.
+
+    >>> ranks_for_energy([torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])], energy=0.8)
+    [1, 2]
+    """
+    ranks = []
+    for singular in spectra:
+        kept = energies(singular.double()).cumsum(0)
+        enough = kept >= energy * kept[-1] * (1 - 1e-12)
+        ranks.append(int(enough.double().argmax()) + 1)
+    return ranks
+
+
+def ranks_for_budget(spectra: Sequence[torch.Tensor], mean_rank: float) -> list[int]:
+    """The ranks of mean `mean_rank` at most that lose the smallest share of logit energy, summed over the layers.
+
+    The components with the largest shares of the energy of their layer are kept. This is optimal, as energies decrease
+    within a layer.
+
+    >>> ranks_for_budget([torch.tensor([[3.0, 1.0, 1.0]]), torch.tensor([[2.0, 2.0, 2.0]])], mean_rank=2)
+    [1, 3]
+    """
+    shares = []
+    for layer, singular in enumerate(spectra):
+        energy = energies(singular.double())
+        share = energy / energy.sum().clamp(min=torch.finfo(energy.dtype).tiny)
+        # every head keeps at least one dimension
+        shares += [(-float(value), layer) for value in share[1:]]
+    ranks = [1] * len(spectra)
+    for _, layer in sorted(shares)[: max(int(mean_rank * len(spectra) + 1e-9) - len(spectra), 0)]:
+        ranks[layer] += 1
+    return ranks
+
+
+def check_request(qk_rank, energy, mean_rank) -> None:
+    """Raise a `ValueError` for ranks that are not positive integers, and for contradictory requests."""
+    if qk_rank == "auto":
+        if energy is not None and mean_rank is not None:
+            raise ValueError(
+                f"`energy`={energy} and `mean_rank`={mean_rank} are two budgets: give one of them with qk_rank='auto'."
+            )
+        if energy is not None and (not isinstance(energy, int | float) or not 0 < energy <= 1):
+            raise ValueError(f"`energy` is the share of logit energy to keep, in (0, 1], got {energy!r}.")
+        if mean_rank is not None and (not isinstance(mean_rank, int | float) or not mean_rank >= 1):
+            raise ValueError(f"`mean_rank` is a mean of ranks and must be at least 1, got {mean_rank!r}.")
+        return
+    if energy is not None or mean_rank is not None:
+        raise ValueError(
+            f"`energy` and `mean_rank` choose ranks for qk_rank='auto', but qk_rank={qk_rank!r} was given."
+        )
+    for rank in qk_rank if isinstance(qk_rank, list | tuple) else [qk_rank]:
+        if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1:
+            raise ValueError(
+                f"`qk_rank` must be an integer of at least 1, a list of them with one per layer (ALBERT: per group), or "
+                f"'auto', got {qk_rank!r}."
+            )
+        if int(rank) > WIDEST:
+            raise ValueError(f"`qk_rank` must be at most {WIDEST}, got {rank}.")
