@@ -1,6 +1,5 @@
-"""Take parts of a model away for a while: by hooks on its modules, restored to the last bit."""
+"""Remove parts of a model inside a `with` block: hooks on its modules, removed on exit."""
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,60 +9,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .architectures import (
-    Edit,
-    Feed,
-    Idle,
-    PassInput,
-    Return,
-    ZeroInput,
-    ZeroOutput,
-    base_of,
-    family_of,
-    layers_of,
-    submodule,
-)
-from .batches import owned, plain, uncompiled
+from ..families.architectures import base_of, cannot_remove, family_of, layers_of
+from ..families.projections import submodule
+from ..families.row import Edit, Feed, Idle, PassInput, Return, ZeroInput, ZeroOutput
+from ..files.running import uncompiled
+from .batches import plain
 
 
-# What is removed where, in the order in which hooks are put on, and so act: the skip around an MLP leaves what the trick
-# made of it, and what removes the whole sublayer has the last word.
+# The order in which hooks are added, and so run: the edit of the skip around an MLP sees the result of the identity trick, and
+# the edit that removes the whole sublayer is the last.
 ORDER = ("norm", "attention_skip", "identity_trick", "mlp_skip", "mlp")
 Removed = dict[str, set[int]]
 
 
-class Hook:
-    """A hook that stays with its model: a copy of the model, made while parts are away, is whole."""
-
-    def __init__(self, call: Callable):
-        self.call = call
-
-    def __call__(self, *args, **kwargs):
-        return self.call(*args, **kwargs)
-
-    def __deepcopy__(self, memo):
-        return nothing
-
-    def __reduce__(self):
-        return no_hook, ()
-
-
-def nothing(*args, **kwargs) -> None:
-    """The hook of a copy."""
-
-
-def no_hook() -> Callable:
-    return nothing
-
-
 class Depth:
-    """Which layer is running, where one module runs several times in one forward pass."""
+    """Counts the layers of a forward pass, because a shared module runs several times in one pass."""
 
     def __init__(self, base: nn.Module, layers: list[nn.Module], stack: ExitStack):
         self.layer = -1
-        stack.callback(base.register_forward_pre_hook(Hook(self.start), prepend=True).remove)
+        stack.callback(base.register_forward_pre_hook(self.start, prepend=True).remove)
         for layer in dict.fromkeys(layers):
-            stack.callback(layer.register_forward_pre_hook(Hook(self.enter), prepend=True).remove)
+            stack.callback(layer.register_forward_pre_hook(self.enter, prepend=True).remove)
 
     def start(self, module, args) -> None:
         self.layer = -1
@@ -77,13 +43,12 @@ def first(output: Any) -> torch.Tensor:
 
 
 def install(edit: Edit, layer: nn.Module, positions: int, active: Callable[[], bool], stack: ExitStack) -> None:
-    """Put the hooks of one edit on one layer, whose states have tokens on axis `positions`, to act while `active()`."""
+    """Add the hooks of one edit to a layer. Its states have tokens on axis `positions`; the hooks act while `active()`."""
     targets = [edit.source, edit.target] if isinstance(edit, Feed | Return) else [edit.module]
     modules = [submodule(layer, path) for path in targets]
     if any(module is None for module in modules):
-        return  # switched off in this model: nothing to take away
-    module = modules[-1]
-    assert module is not None
+        return  # this part is switched off in the config
+    source, module = modules[0], modules[-1]
     last: dict[str, torch.Tensor] = {}
 
     def remember(_, args, output):
@@ -94,10 +59,8 @@ def install(edit: Edit, layer: nn.Module, positions: int, active: Callable[[], b
             return None
         if isinstance(edit, Feed):
             return (last.pop("output"), *args[1:]), kwargs
-        if isinstance(edit, Idle):  # the sum with what it returns spreads one token over all, and is not used
-            if not args or args[0].ndim != 3:  # a call that no layer makes
-                return None
-            return (args[0][:, :1] if positions else args[0][:1], *args[1:]), kwargs
+        if isinstance(edit, Idle):  # the output of one token is broadcast in the sum, which is not used
+            return (args[0].narrow(positions, 0, 1), *args[1:]), kwargs
         assert isinstance(edit, ZeroInput)
         changed = list(args)
         changed[edit.argument] = torch.zeros_like(changed[edit.argument])
@@ -111,21 +74,19 @@ def install(edit: Edit, layer: nn.Module, positions: int, active: Callable[[], b
         if isinstance(edit, ZeroOutput):
             return torch.zeros_like(output)
         assert isinstance(edit, Return)
-        function = submodule(layer, edit.function) if edit.function else None
-        return last.pop("output") if function is None else function(last.pop("output"))
+        states = last.pop("output")
+        return submodule(layer, edit.function)(states) if edit.function else states
 
     if isinstance(edit, Feed | Return):
-        source = modules[0]
-        assert source is not None
-        stack.callback(source.register_forward_hook(Hook(remember)).remove)
+        stack.callback(source.register_forward_hook(remember).remove)
     if isinstance(edit, Feed | ZeroInput | Idle):
-        stack.callback(module.register_forward_pre_hook(Hook(replace_argument), with_kwargs=True).remove)
+        stack.callback(module.register_forward_pre_hook(replace_argument, with_kwargs=True).remove)
     else:
-        stack.callback(module.register_forward_hook(Hook(replace_output)).remove)
+        stack.callback(module.register_forward_hook(replace_output).remove)
 
 
 class Ablations:
-    """All that is removed from one model now: blocks inside of blocks remove what each of them names."""
+    """What is removed from one model now: the union of all open blocks."""
 
     def __init__(self) -> None:
         self.requests: list[Removed] = []
@@ -135,7 +96,7 @@ class Ablations:
         removed: Removed = {
             name: set().union(*(request.get(name, set()) for request in self.requests)) for name in ORDER
         }
-        for name in ("mlp_skip", "identity_trick"):  # parts of what is gone as a whole
+        for name in ("mlp_skip", "identity_trick"):  # parts of a sublayer that is removed as a whole
             removed[name] -= removed["mlp"]
         return removed
 
@@ -153,14 +114,13 @@ class Ablations:
 
 
 def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Callable[[], bool]:
-    """Whether the layer that runs is a wanted one; only a module that runs several times has to count for that."""
+    """Whether the layer that runs now is a wanted one; shared modules need a count of the layers for this."""
     if depth is None or len(wanted) == count:
         return lambda: depth is not None or index in wanted
     return lambda: depth.layer in wanted
 
 
 _ablations: "weakref.WeakKeyDictionary[nn.Module, Ablations]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 @contextmanager
@@ -172,22 +132,24 @@ def ablate(
     norm: bool = False,
     layers: Collection[int] | None = None,
 ) -> Iterator[PreTrainedModel]:
-    """Run a model without some of its parts; `True` means removed. On leaving, the model is as it was.
+    """Run a model without some of its parts; `True` means removed. On exit, the model is restored to the last bit.
 
     Args:
         model: A model of a family in the table of architectures.
         attention_skip (`bool`, *optional*): Remove the skip connection around attention. The norm after it stays.
         mlp (`bool`, *optional*):
             Remove the MLP with its skip and its norm. `"identity_trick"`, for ALBERT, replaces only its two linear maps
-            by identities and leaves activation, skip and norm, as the published curves do.
+            by identities and keeps activation, skip and norm, as the published curves do.
         mlp_skip (`bool`, *optional*): Remove the skip connection around the MLP alone.
         norm (`bool`, *optional*): Remove the norms of the layers.
         layers (`Collection[int]`, *optional*): The layers to change, counted as they run; all by default.
 
-    Parts are removed by zeroing or capturing on submodules, never by subtracting what was added. Blocks may stand in each
-    other, in any order. The model itself is changed while the block is open, for whoever runs it. An MLP that is removed
-    still runs, on one token of each text, so that it costs next to nothing; what it returns is thrown away, and its
-    dropout draws fewer numbers.
+    Hooks on submodules zero or replace tensors; nothing is removed by subtracting it afterwards. Blocks can be nested in any
+    order, and remove the union of what they name. A removed MLP still runs on one token of each text, so its dropout draws
+    fewer random numbers.
+
+    Limits: the hooks are on the model itself, so every caller of the model runs without the removed parts. Use the model
+    from one thread, and copy or pickle it outside of the block: a copy made inside keeps the hooks.
 
     Example:
 
@@ -196,8 +158,7 @@ def ablate(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import ablate, relative_residual
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> whole = model(**batch).last_hidden_state
     >>> with ablate(model, attention_skip=True, mlp=True):
@@ -210,7 +171,7 @@ def ablate(
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "compiled code does not see what is removed: ablate the module that was compiled (model._orig_mod) and run that."
+            "compiled code does not see new hooks: ablate the module that was compiled (model._orig_mod) and run that."
         )
     model = plain(model)
     family, applied = family_of(model), layers_of(model)
@@ -222,16 +183,15 @@ def ablate(
     switches = {"norm": norm, "attention_skip": attention_skip, "mlp_skip": mlp_skip, "mlp": mlp}
     names = ["identity_trick" if value == "identity_trick" else name for name, value in switches.items() if value]
     for name in names:
-        if name not in family.edits:
-            reason = family.notes.get(name, "this family has no such part")
-            can = ", ".join(family.edits)
-            raise ValueError(f"`{name}` cannot be removed from {family.name}: {reason}. What can be: {can}.")
+        if reason := cannot_remove(model, name):
+            raise ValueError(f"{reason}. These can be removed: {', '.join(family.edits)}.")
     if names and model.config.chunk_size_feed_forward:
-        raise ValueError("set config.chunk_size_feed_forward to 0 first: a layer in chunks has no one MLP to remove.")
+        raise ValueError(
+            "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."
+        )
     base, request = base_of(model), dict.fromkeys(names, wanted)
-    with owned(base), uncompiled(base):
-        with _lock:
-            active = _ablations.setdefault(base, Ablations())
+    active = _ablations.setdefault(base, Ablations())
+    with uncompiled(base):
         active.requests.append(request)
         try:
             active.reinstall(model)

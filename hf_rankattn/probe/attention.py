@@ -9,9 +9,11 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..files.running import Inputs, batches_of, evaluating
 from ..measure import cheap_metrics, spectral_metrics
-from .architectures import base_of, family_of, layers_of, submodule
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens, run
+from .batches import probing, real_tokens, run
+from .tables import head_rows, joined
 
 
 MEASURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"cheap": cheap_metrics, "full": spectral_metrics}
@@ -20,27 +22,27 @@ RELATIVE = ("numerical_rank", "effective_rank", "stable_rank", "participation_ra
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Another attention implementation for a while; the one the model had is restored."""
+    """Another attention implementation inside a block.
+
+    It is set in the config, because `set_attn_implementation` refuses classes without source, such as those of a notebook.
+    """
     before = model.config._attn_implementation
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
+    model.config._attn_implementation = name
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.config._attn_implementation = before
 
 
 @lru_cache(maxsize=256)
 def content_free(n: int, metrics: str) -> dict[str, float]:
-    """The metrics of the causal map that looks at no content, row i spreading 1/i over its past."""
+    """The metrics of the causal map that ignores content: row i is 1/i on its past."""
     maps = torch.tril(torch.ones(n, n, dtype=torch.float64)) / torch.arange(1, n + 1)[:, None]
     return {name: value.item() for name, value in MEASURES[metrics](maps).items()}
 
 
 class LayerMaps:
-    """Hooks that reduce the maps of each layer to numbers as soon as they exist, and keep only those."""
+    """Hooks that reduce the maps of each layer to metrics at once, and keep only those."""
 
     def __init__(self, model: PreTrainedModel, metrics: str, mask: torch.Tensor | None, stack: ExitStack):
         self.family, self.metrics, self.mask = family_of(model), metrics, mask
@@ -49,11 +51,10 @@ class LayerMaps:
         self.rows: list[dict[str, torch.Tensor]] = []
         self.fresh = True
         for layer in dict.fromkeys(layers_of(model)):
-            attention = submodule(layer, self.family.attention)
-            assert attention is not None
+            attention = attention_of(model, layer)
             if self.family.maps == "dropout":
                 stack.callback(layer.register_forward_pre_hook(self.enter).remove)
-                stack.callback(attention.dropout.register_forward_pre_hook(self.drop).remove)  # type: ignore[union-attr]
+                stack.callback(attention.dropout.register_forward_pre_hook(self.drop).remove)
             else:
                 stack.callback(attention.register_forward_hook(self.leave).remove)
 
@@ -61,7 +62,7 @@ class LayerMaps:
         self.fresh = True
 
     def drop(self, module, args) -> None:
-        # XLNet's attention sends its maps through dropout first, and then its output
+        # XLNet's attention calls its dropout with the maps first, and then with its output
         if self.fresh:
             self.fresh = False
             self.reduce(args[0])
@@ -76,7 +77,10 @@ class LayerMaps:
 
     def reduce(self, maps: torch.Tensor) -> None:
         mask = None if self.mask is None else self.mask.to(maps.device)
-        values = MEASURES[self.metrics](maps.detach(), mask)
+        try:
+            values = MEASURES[self.metrics](maps.detach(), mask)
+        except torch.linalg.LinAlgError:  # no singular values of NaN
+            values = {"none": torch.tensor(torch.nan)}
         if not all(bool(torch.isfinite(value).all()) for value in values.values()):
             raise ValueError(f"the maps of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
         # a sliding window has a content-free map of its own
@@ -89,6 +93,7 @@ class LayerMaps:
         self.rows.append(values)
 
 
+@probing
 def measure_attention(
     model: PreTrainedModel, inputs: Inputs, metrics: Literal["cheap", "full"] = "cheap"
 ) -> pd.DataFrame:
@@ -98,11 +103,11 @@ def measure_attention(
         model: A model of a family in the table of architectures.
         inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. Padded rows and columns are dropped.
         metrics (`str`, *optional*, defaults to `"cheap"`):
-            `"full"` takes the singular values of every map ([`spectral_metrics`]); `"cheap"` needs none
-            ([`cheap_metrics`]), and gives the error of its stable rank as a metric of its own.
+            `"full"` computes the singular values of every map ([`spectral_metrics`]); `"cheap"` needs none
+            ([`cheap_metrics`]), and reports the error of its stable rank as a separate metric.
 
-    Causal maps have rank even where they look at no content, so for causal models each rank metric is also given as a
-    multiple of that of the content-free map, under the name `..._over_content_free` (not where a sliding window cuts).
+    A causal map has rank even if it ignores content, so for causal models each rank metric is also given as a multiple of
+    that of the content-free map, under the name `..._over_content_free` (not with a sliding window shorter than the text).
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
 
@@ -113,15 +118,13 @@ def measure_attention(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import measure_attention
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = measure_attention(model, batch, metrics="full")
     >>> table[table.metric == "effective_rank"].groupby("layer")["head"].nunique().tolist()
     [4, 4]
     ```
     """
-    model = plain(model)
     family_of(model)
     if metrics not in MEASURES:
         raise ValueError(f"`metrics` must be 'cheap' or 'full', got {metrics!r}.")
@@ -130,17 +133,10 @@ def measure_attention(
         mask = real_tokens(base, batch)
         with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
             recorder = LayerMaps(model, metrics, mask, stack)
-            run(base, batch)
+            run(model, batch)
         if len(recorder.rows) != len(layers_of(model)):
             raise ValueError(f"{len(recorder.rows)} of the {len(layers_of(model))} layers showed their maps.")
         for layer, values in enumerate(recorder.rows):
-            examples, heads = next(iter(values.values())).shape
-            index = pd.MultiIndex.from_product(
-                [range(offset, offset + examples), range(heads)], names=["example", "head"]
-            )
-            columns = {name: value.flatten().cpu().double().numpy() for name, value in values.items()}
-            wide = pd.DataFrame(columns, index=index).rename_axis(columns="metric")
-            frames.append(wide.stack().rename("value").reset_index().assign(layer=layer))
-        offset += examples
-    table = pd.concat(frames, ignore_index=True).assign(model=model.config.model_type)
-    return table[["model", "layer", "head", "example", "metric", "value"]]
+            frames.append(head_rows(values, offset, layer))
+        offset += len(next(iter(values.values())))
+    return joined(model, frames, "layer", "head", "example")

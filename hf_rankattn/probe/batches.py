@@ -1,11 +1,9 @@
-"""What the probe is fed: one batch, a list of batches or a DataLoader, on the device of the model."""
+"""The inputs of every probe: models are unwrapped, padding is read, and batches are shared among processes."""
 
 import inspect
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import pandas as pd
 import torch
@@ -13,62 +11,55 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..families.architectures import base_of
+from ..files.batches import longest
+from ..measure.norms import full_precision
+
 
 logger = logging.get_logger(__name__)
-Inputs = Mapping[str, torch.Tensor] | Iterable[Mapping[str, torch.Tensor]]
+Options = ParamSpec("Options")
+
+
+def probing(
+    measure: Callable[Concatenate[PreTrainedModel, Options], pd.DataFrame],
+) -> Callable[Concatenate[PreTrainedModel, Options], pd.DataFrame]:
+    """Decorates every probe: the model is unwrapped and checked, and `torch.autocast` is off until the probe returns."""
+
+    @wraps(measure)
+    def enter(model: PreTrainedModel, *args: Options.args, **kwargs: Options.kwargs) -> pd.DataFrame:
+        with full_precision():
+            return measure(plain(model), *args, **kwargs)
+
+    return enter
 
 
 def plain(model: Any) -> PreTrainedModel:
-    """The module inside what `torch.compile` or data parallelism wraps around a model; a compiled one is said."""
+    """The transformers model inside a compiled model (with a warning), a data-parallel one or a `SentenceTransformer`."""
     if hasattr(model, "_orig_mod"):
-        logger.warning_once("the model is compiled: what is measured is the module it was compiled from.")
+        logger.warning_once("the model is compiled: the module that was compiled is measured.")
         return plain(model._orig_mod)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return plain(model.module)
+    if isinstance(model, nn.Sequential) and len(model) and hasattr(model[0], "auto_model"):
+        return plain(model[0].auto_model)  # a SentenceTransformer; its pooling has no attention
+    if not hasattr(model, "base_model_prefix"):
+        raise ValueError(
+            f"`model` must be a transformers model in PyTorch, got a {type(model).__name__}: load one with "
+            "AutoModel.from_pretrained."
+        )
+    # accelerate puts a hook on the modules whose weights it offloads
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if any(weight.is_meta for weight in model.parameters()) and not offloaded:
+        raise ValueError(
+            "the weights of the model are on the meta device, where they have no values: load them with from_pretrained."
+        )
     return model
 
 
-def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches of `inputs` with what the model's forward takes, on its device; labels and the like are left out."""
-    if not hasattr(inputs, "__iter__") and not hasattr(inputs, "__getitem__"):
-        raise ValueError(f"`inputs` must be a batch, a list of batches or a DataLoader, got {inputs!r}.")
-    batches: Iterable[Mapping[str, torch.Tensor]] = [inputs] if isinstance(inputs, Mapping) else inputs
-    accepted = set(inspect.signature(model.forward).parameters)
-    # the weights of an offloaded model are nowhere until they are used, and its hooks move what it is given
-    device = None if model.device.type == "meta" else model.device
-    empty = True
-    for batch in batches:
-        if not isinstance(batch, Mapping):
-            raise ValueError(
-                f"a batch must be a dict of tensors such as a tokenizer returns, got a {type(batch).__name__}."
-            )
-        kept = {name: value for name, value in batch.items() if name in accepted and value is not None}
-        if not kept:
-            raise ValueError(f"no entry of the batch is an input of {type(model).__name__}: got {', '.join(batch)}.")
-        if lists := [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]:
-            raise ValueError(f"{', '.join(lists)} must be tensors: ask the tokenizer for return_tensors='pt'.")
-        empty = False
-        yield {name: value.to(device) for name, value in kept.items()}
-    if empty:
-        raise ValueError("there is no batch to measure: `inputs` is empty.")
-
-
-def longest(config) -> int | None:
-    """How many tokens the position table of a model has room for."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if getattr(config, "position", None) == "none":
-        return None
-    if limit is None or limit < 1:  # XLNet's is -1: positions that are relative have no end
-        return None
-    if config.model_type in ("roberta", "xlm-roberta"):
-        limit -= config.pad_token_id + 1  # their positions are counted from the one after the padding index
-    return limit
-
-
 def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The mask of a batch, 1 for tokens, or None where nothing is padded; refuses what has nothing to measure."""
+    """The mask of a batch, 1 for tokens, or None where nothing is padded; refuses batches with nothing to measure."""
     if "encoder_hidden_states" in batch:
-        raise ValueError("cross-attention is not measured: leave `encoder_hidden_states` away.")
+        raise ValueError("cross-attention is not measured: leave out `encoder_hidden_states`.")
     mask = batch.get("attention_mask")
     if mask is None and "input_mask" in batch:  # XLNet's other mask, in which 1 is padding
         mask = 1 - batch["input_mask"].long()
@@ -82,19 +73,16 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
     if tokens is not None:
         if tokens.ndim < 2:
             raise ValueError(f"tokens must be (batch, n), got {tuple(tokens.shape)}: add the batch in front.")
-        if mask is not None and mask.shape != tokens.shape[:2]:
-            raise ValueError(
-                f"the mask is {tuple(mask.shape)}, and the tokens are {tuple(tokens.shape[:2])}, examples by tokens."
-            )
+        size = tuple(tokens.shape[:2])
+        if mask is not None and mask.shape != size:
+            raise ValueError(f"the mask is {tuple(mask.shape)}, and the tokens are {size}, examples by tokens.")
         limit = longest(model.config)
-        if limit and limit < tokens.shape[1]:
+        if limit and limit < size[1]:
+            raise ValueError(f"the batch has {size[1]} tokens, but the model has {limit} positions: truncate it.")
+        if size[1] < 2:
             raise ValueError(
-                f"the batch has {tokens.shape[1]} tokens, but the model has {limit} positions: truncate it."
-            )
-        if tokens.shape[0] < 1 or tokens.shape[1] < 2:
-            raise ValueError(
-                f"the batch is {tuple(tokens.shape[:2])}, examples by tokens: there must be an example, and one token "
-                "has no others to be equal to. Give texts of at least two tokens."
+                f"the batch is {size}, examples by tokens: one token has no others to be compared with. Give texts of at "
+                "least two tokens."
             )
     if mask is None:
         return None
@@ -107,61 +95,26 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
     return None if bool(mask.bool().all()) else mask
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, by one thread; every module goes back to the mode it was in."""
-    with owned(model), uncompiled(model):
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-
 def run(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> None:
-    """One forward pass for its hooks alone: whatever the config says, it keeps no maps, no states and no cache."""
-    unwanted = {"output_attentions": False, "output_hidden_states": False}
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        unwanted["use_cache"] = False
-    model(**{**batch, **unwanted})
+    """One forward pass of the base model for its hooks; a model sharded by FSDP runs whole, which gathers its weights."""
+    module = model if is_sharded(model) else base_of(model)
+    module(**batch, **plain_output(module))
 
 
-_owners: "weakref.WeakKeyDictionary[nn.Module, list[int]]" = weakref.WeakKeyDictionary()
-_owners_lock = threading.Lock()
+def plain_output(model: PreTrainedModel) -> dict[str, bool]:
+    """Arguments that make a model return a dict without maps, states and keys of its layers, regardless of its config."""
+    wanted = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in wanted.items() if anything or name in parameters}
 
 
-@contextmanager
-def owned(model: nn.Module) -> Iterator[None]:
-    """Let one thread at a time probe a model; the same thread may do so again inside."""
-    thread = threading.get_ident()
-    with _owners_lock:
-        owners = _owners.setdefault(model, [])
-        if owners and owners[-1] != thread:
-            raise ValueError(
-                "another thread is measuring or ablating this model: hooks of both would mix. Use a copy of the model."
-            )
-        owners.append(thread)
-    try:
-        yield
-    finally:
-        with _owners_lock:
-            owners.pop()
+def is_sharded(model: nn.Module) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run modules that were compiled in place (`module.compile()`) as they are written: compiled code misses new hooks."""
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
+    return isinstance(model, FSDPModule | FullyShardedDataParallel)
 
 
 def over_processes(
@@ -169,15 +122,15 @@ def over_processes(
     batches: Iterable[Mapping[str, torch.Tensor]],
     done: Callable[[], object] = lambda: None,
 ) -> pd.DataFrame:
-    """The table of all batches, each measured by one of the processes that run; every process gets the whole table.
+    """The table of all batches, each measured by one of the running processes; every process gets the whole table.
 
     Args:
         measure: From a batch to a table with a column `example` that counts from 0.
         batches: The same batches, in the same order, in every process.
-        done: Called after every batch that this process has measured or left to another.
+        done: Called after every batch that this process has measured or skipped.
 
-    Batches go round, and what comes out of a batch does not depend on who measured it, so the table is the same for any
-    number of processes, to the last bit.
+    The processes take turns. The result of a batch does not depend on the process, so the table is the same for any number
+    of processes, to the last bit.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0

@@ -1,4 +1,4 @@
-"""What the theory of rank collapse promises for each layer of a model, beside what the layer does."""
+"""The bounds of the theory of rank collapse for each layer of a model, beside the measured values."""
 
 import math
 from collections.abc import Callable
@@ -8,16 +8,18 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..families.row import MLP
+from ..files.running import Inputs, batches_of
 from ..measure import composite_norm, residual
 from ..measure.norms import drop_rows, inf_norm, one_norm, working
-from .architectures import MLP, base_of, family_of, layers_of, sublayers_of, submodule
-from .batches import Inputs, batches_of, plain, real_tokens
+from .batches import probing, real_tokens
 from .frozen import FrozenAttention, FrozenStep, walk
 from .paths import Guard, checked
 from .weights import form_factors, present
 
 
-SPREAD_LIMIT = 1.2564312086261697  # where e^D = 1 + 2 D: the published proof needs logits that spread by no more
+SPREAD_LIMIT = 1.2564312086261697  # solves e^D = 1 + 2 D; the published proof needs D below it
 
 
 def kappa(spread: torch.Tensor) -> torch.Tensor:
@@ -33,13 +35,13 @@ def kappa(spread: torch.Tensor) -> torch.Tensor:
 
 
 def steepest(activation: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """The largest slope of an activation, its Lipschitz constant; infinite where slopes grow without end."""
-    with torch.enable_grad():
+    """The largest slope of an activation, its Lipschitz constant; infinite where slopes are unbounded."""
+    with torch.inference_mode(False), torch.enable_grad():
         points = torch.linspace(-40, 40, 160_001, dtype=torch.float64, requires_grad=True)
         (slopes,) = torch.autograd.grad(activation(points).sum(), points)
     slopes, near = slopes.abs(), points.detach().abs() <= 20
     inside, outside = slopes[near].max().item(), slopes[~near].max().item()
-    # between two points of the grid a smooth slope is higher by the square of their distance
+    # between two grid points a smooth slope can be higher by the square of their distance
     return math.inf if outside > 1.01 * inside else max(inside, outside) * (1 + 1e-6)
 
 
@@ -64,7 +66,7 @@ def logit_spread(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     """D, gamma and `||E||_1` of the part E of the logits (batch, n, n) that depends on both tokens; (3, batch).
 
     D_i is the range of row i and D the largest of them; `gamma = sqrt(sum_i D_i max_i D_i) / (2 ||E||_1)` is the
-    smallest number that makes the last step of the published proof true.
+    smallest number for which the last step of the published proof holds.
     """
     if mask is not None:
         real = mask.bool()
@@ -80,7 +82,7 @@ def logit_spread(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
 
 
 class Bounds(Guard):
-    """Reduces the attention of each layer to the numbers of the theory, and keeps only those."""
+    """Reduces the attention of each layer to the quantities of the theory, and keeps only those."""
 
     def __init__(self, model: PreTrainedModel, mask: torch.Tensor | None):
         self.model, self.mask, self.family, self.layers = model, mask, family_of(model), layers_of(model)
@@ -93,15 +95,14 @@ class Bounds(Guard):
         if isinstance(step, FrozenAttention):
             self.attention(step, stream, update[0])
         elif step.name.startswith("mlp"):
-            read = sublayers_of(self.model).mlp
-            layer = self.layers[len(self.rows) - 1]
+            layer, mlp = self.layers[len(self.rows) - 1], self.family.mlp
             with present(layer):
-                value = math.nan if read is None else lipschitz(read(layer), step.skip)
+                value = math.nan if mlp is None else lipschitz(mlp.read(layer), step.skip)
             self.rows[-1]["lipschitz"] = torch.full_like(self.rows[-1]["measured"], value)
         self.expect(step, stream, update)
 
     def not_covered(self, attention: Any) -> str:
-        """Why the theory is silent about a layer, or nothing."""
+        """Why the theory does not cover a layer, or an empty string."""
         if self.family.causal(self.model.config):
             return "a causal mask"
         if self.family.positions is not None:
@@ -113,7 +114,7 @@ class Bounds(Guard):
     def attention(self, step: FrozenAttention, stream: torch.Tensor, update: torch.Tensor) -> None:
         number = len(self.rows)
         layer = self.layers[number]
-        attention: Any = submodule(layer, self.family.attention)
+        attention = attention_of(self.model, layer)
         if not bool(torch.isfinite(drop_rows(stream, self.mask)).all()):
             raise ValueError(f"the states before layer {number} hold NaN or Inf. Check the weights of the model.")
         read = stream if step.before is None else step.before.apply_(stream.clone())
@@ -144,13 +145,12 @@ class Bounds(Guard):
         self.rows.append({name: values for name, values in row.items() if name not in ("bound_1", "bound_inf")})
 
     def scale(self, attention: Any) -> float:
-        """The factor on the logits: 1 / sqrt(d_qk) unless a config says otherwise; NaN where each head has its own."""
-        scale = getattr(attention, "scaling", None)
-        scale = getattr(attention, "scale", math.nan) if scale is None else scale
+        """The factor on the logits, usually 1 / sqrt(d_qk); NaN where each head has its own."""
+        scale = getattr(attention, self.family.scale, None)
         return scale if isinstance(scale, int | float) else math.nan
 
     def smallest(self, states: torch.Tensor) -> torch.Tensor:
-        """The residual that the theory means is the smallest over all rows; of mean and median one takes the better."""
+        """The smaller residual of mean and median: the theory bounds the smallest residual over all shared rows."""
         found = [composite_norm(residual(states, self.mask, center)) for center in ("mean", "median")]
         return torch.minimum(*found)
 
@@ -162,9 +162,9 @@ class Bounds(Guard):
         first_version = 4 * beta * heads * scale * size**3
         weights = form * scale * size**2  # bounds the logits from the weights alone
         tokens = left.shape[1] if self.mask is None else self.mask.bool().sum(-1)
-        # how far maps can be from one row for all, in the two norms: no column of n rows can be off by more than n
+        # a bound of the 1-norm distance of maps from a shared row: a column of n rows can be off by at most n
         nearest = torch.minimum(kappa(spread) * logit_size, torch.as_tensor(tokens).to(size))
-        # a sum of heads is bounded in each of the two norms, since the composite norm has no triangle inequality
+        # a sum of heads is bounded in each of the two norms, because the composite norm has no triangle inequality
         one, inf = one_norm(left).double(), inf_norm(left).double()
         repaired = (kappa(spread) * weights * in_one).sum(0) * one, (weights * in_inf).sum(0) * inf
         sharp = (nearest * in_one).sum(0) * one, (2 * torch.tanh(spread / 4) * in_inf).sum(0) * inf
@@ -181,20 +181,12 @@ class Bounds(Guard):
         }
 
 
-BOUNDS = (
-    "D",
-    "gamma",
-    "kappa",
-    "published_bound",
-    "published_bound_v1",
-    "repaired_bound",
-    "sharp_bound",
-    "skip_bound",
-)
+PROVED = ("published_bound", "published_bound_v1", "repaired_bound", "sharp_bound", "skip_bound")
+BOUNDS = ("D", "gamma", "kappa", *PROVED)
 
 
 def note_of(metric: str, value: float, row: dict[str, float], silent: str) -> str:
-    """What a reader has to know before using a value."""
+    """The caveat of a value, or an empty string."""
     if metric == "measured" and value <= row["floor"]:
         return "rounding: the tokens are equal up to the precision of the model"
     if silent and metric in BOUNDS:
@@ -205,32 +197,33 @@ def note_of(metric: str, value: float, row: dict[str, float], silent: str) -> st
         return f"does not apply: D is above {SPREAD_LIMIT:.3f}, where its proof ends"
     if metric == "published_bound_v1" and row["kappa"] > 16:
         return "does not apply: kappa is above 16, where it is not true for all layers"
-    if metric.endswith("bound") or metric.endswith("v1"):
+    if metric in PROVED:
         return "" if value < row["residual"] else "vacuous: not below the residual of the input"
     return ""
 
 
+@probing
 def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
-    """The numbers of the theorem on rank collapse for every layer, on given inputs, beside what attention does there.
+    """The quantities of the theorem on rank collapse for every layer on given inputs, beside the measured values.
 
     Args:
         model: A model of a family in the table of architectures, whole or under [`ablate`].
         inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
 
-    For the states X that enter attention, with R their residual, and for what attention adds, `sum_h P_h X W_h`:
-    `residual` of X and `measured`, that of the sum, both in the composite norm; `beta`, the largest
-    `||W_QK||_1 ||W||_{1,inf}` of a head; `D`, the largest range of a row of `R W_QK R^T / sqrt(d_qk)`; `gamma` as the
-    published proof needs it; `kappa` of D. Bounds of `measured`: `published_bound`, `4 gamma beta H / sqrt(d_qk) ||R||^3`,
-    and `published_bound_v1` with gamma = 1; `repaired_bound`, with kappa, which needs no condition on D; `sharp_bound`, the
-    same with the logits instead of the norms of their weights, and never above what row-stochastic maps allow. Each but the
-    second has its `..._looseness`, the bound over what is measured. `lipschitz` is that of the MLP with its skip: where no
-    norm and no attention skip stand between, it times a bound holds behind the MLP. With a skip there are `skip_measured`
-    and `skip_bound`, of the sum of stream and update. For `1 / sqrt(d_qk)` stands the factor that the model has on its
-    logits.
+    X are the states that enter attention, R is their residual, and attention adds `sum_h P_h X W_h` to the stream. Metrics:
+    `residual` of X about its mean row, and `measured`, the residual of the sum about its mean or its median, whichever is
+    smaller, both in the composite norm; `beta`, the largest `||W_QK||_1 ||W||_{1,inf}` of a head; `D`, the largest range of
+    a row of `R W_QK R^T / sqrt(d_qk)`; `gamma` as the published proof needs it; `kappa` of D. Bounds of `measured`:
+    `published_bound`, `4 gamma beta H / sqrt(d_qk) ||R||^3`, and `published_bound_v1` with gamma = 1; `repaired_bound`, with
+    kappa, which needs no condition on D; `sharp_bound`, the same with the logits instead of the norms of their weights, and
+    never above the bound for any row-stochastic maps. Each bound but the second has a `..._looseness`, the bound over the
+    measured value. `lipschitz` is the constant of the MLP with its skip: where no norm and no attention skip come between,
+    a bound times this constant holds after the MLP. With a skip there are `skip_measured` and `skip_bound`, for the sum of
+    stream and update. The factor of the model on its logits is used for `1 / sqrt(d_qk)`.
 
     Returns a long table with the columns `model, layer, example, metric, value, note`. The note is empty, or says that a
-    bound is vacuous (not below the residual of the input) or why it does not apply (a causal mask, relative or rotary
-    positions, unit-norm queries, hardmax), or that what is measured is rounding; what does not apply at all is NaN.
+    bound is vacuous (not below the residual of the input), why it does not apply (a causal mask, relative or rotary
+    positions, unit-norm queries, hardmax), or that the measured value is rounding; values that do not exist are NaN.
 
     Example:
 
@@ -239,8 +232,7 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import layer_bounds
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = layer_bounds(model, batch)
     >>> first = table[table.layer == 0].set_index("metric").value
@@ -248,8 +240,6 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
     True
     ```
     """
-    model = plain(model)
-    sublayers_of(model)
     rows, offset = [], 0
     for batch in batches_of(base_of(model), inputs):
         walker = Bounds(model, real_tokens(base_of(model), batch))

@@ -1,4 +1,4 @@
-"""How token states lose rank from layer to layer, with and without the parts that stop it."""
+"""How token states lose rank from layer to layer, with and without the parts that prevent it."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,11 +7,13 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from ..families.architectures import base_of, family_of, layers_of
+from ..files.running import Inputs, batches_of, evaluating
 from ..measure import residual, token_cosine
 from ..measure.norms import drop_rows, norm_of_sizes, working
 from .ablate import ablate
-from .architectures import base_of, family_of, layers_of
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens, run
+from .batches import probing, real_tokens, run
+from .tables import rows_of
 
 
 VARIANTS = {
@@ -23,7 +25,7 @@ VARIANTS = {
 
 
 def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What [`relative_residual`], [`residual`] in the composite norm and [`token_cosine`] give, with one buffer."""
+    """[`relative_residual`], the composite norm of [`residual`], and [`token_cosine`], computed in one buffer."""
     states = drop_rows(working(states), mask)
     buffer = residual(states, mask)
     left = norm_of_sizes(buffer.abs_())
@@ -35,7 +37,7 @@ def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
 
 
 class LayerStates:
-    """Hooks that reduce the states of each layer to numbers as soon as they exist, and keep only those."""
+    """Hooks that reduce the states of each layer to metrics at once, and keep only those."""
 
     def __init__(self, model: PreTrainedModel, stack: ExitStack):
         self.family, layers = family_of(model), layers_of(model)
@@ -64,6 +66,7 @@ class LayerStates:
         self.rows.append(metrics)
 
 
+@probing
 def measure_collapse(
     model: PreTrainedModel, inputs: Inputs, variants: Sequence[str] = tuple(VARIANTS)
 ) -> pd.DataFrame:
@@ -84,43 +87,35 @@ def measure_collapse(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import measure_collapse
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = measure_collapse(model, batch, variants=["san"])
     >>> table[table.metric == "relative_residual"].layer.tolist()
     [0, 1, 2]
     ```
     """
-    model = plain(model)
     family_of(model)
     if isinstance(variants, str) or not variants:
         raise ValueError(f"`variants` must be a list of names, got {variants!r}; there are {', '.join(VARIANTS)}.")
     if unknown := sorted(set(variants) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
     base, offset = base_of(model), 0
-    names = ("variant", "layer", "example", "metric", "value")
-    tables: dict[str, dict[str, list]] = {variant: {name: [] for name in names} for variant in variants}
-    # every batch is read once and measured in all variants, so a generator or a shuffling loader is as good as a list
+    rows: dict[str, list[dict]] = {variant: [] for variant in variants}
+    # every batch is read once and measured in all variants, so generators and shuffling loaders work too
     for batch in batches_of(base, inputs):
         mask = real_tokens(base, batch)
-        for variant, columns in tables.items():
+        for variant, own in rows.items():
             with evaluating(base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
                 recorder = LayerStates(model, stack)
                 recorder.mask = mask
-                run(base, batch)
+                run(model, batch)
             if len(recorder.rows) != 1 + len(layers_of(model)):
                 raise ValueError(
                     f"{len(recorder.rows) - 1} of the {len(layers_of(model))} layers showed their states."
                 )
             for layer, metrics in enumerate(recorder.rows):
-                for metric, values in metrics.items():
-                    size = len(values)
-                    columns["variant"] += [variant] * size
-                    columns["layer"] += [layer] * size
-                    columns["example"] += range(offset, offset + size)
-                    columns["metric"] += [metric] * size
-                    columns["value"] += values.cpu().double().tolist()
-        offset += size
-    joined = {name: [entry for columns in tables.values() for entry in columns[name]] for name in names}
-    return pd.DataFrame({"model": model.config.model_type, **joined})
+                own += rows_of(metrics, offset, variant=variant, layer=layer)
+        offset += len(metrics["token_cosine"])
+    table = pd.DataFrame([row for own in rows.values() for row in own])
+    table.insert(0, "model", model.config.model_type)
+    return table

@@ -1,6 +1,5 @@
-"""A model as it acted on one batch, with its maps and norms held still: a chain of sublayers, linear in the stream."""
+"""A model on one batch with its maps and norm scales frozen: a chain of sublayers that are linear in the stream."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,18 +10,21 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..families.projections import Projections, Values, submodule
+from ..families.row import Family
+from ..files.running import evaluating
 from ..measure.norms import working
 from ..models.rank_encoder.modeling_rank_encoder import L2Norm
 from .ablate import first
-from .architectures import Values, base_of, family_of, layers_of, sublayers_of, submodule
 from .attention import implementation
-from .batches import evaluating
+from .batches import plain_output
 from .weights import present
 
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """A norm whose scale of each token stays what it was: (x - mean) * inverse * gain + bias, and linear but for bias."""
+    """A norm with frozen scales, one per token: (x - mean) * inverse * gain + bias, which is affine in x."""
 
     inverse: torch.Tensor
     center: bool
@@ -38,16 +40,16 @@ class FrozenNorm:
 
 
 def freeze_norm(module: nn.Module | None, before: torch.Tensor, after: torch.Tensor) -> FrozenNorm | None:
-    """The norm that took `before` (batch, n, d) to `after`; None where it did nothing or was taken away."""
+    """The norm that maps `before` (batch, n, d) to `after`; None where it did nothing or was removed."""
     if module is None or before is after or torch.equal(before, after):
         return None
     return norm_on(module, before)
 
 
 def norm_on(module: nn.Module, before: torch.Tensor) -> FrozenNorm:
-    """A norm as it acts on states (batch, n, d), by its kind."""
+    """A norm with the scales that it has on states (batch, n, d)."""
     states = working(before)
-    with present(module):  # weights that are offloaded are gone again when the norm has run
+    with present(module):  # offloaded weights are gone after the norm has run
         learned = (getattr(module, name, None) for name in ("weight", "bias", "scale"))
         gain, bias, scale = (None if value is None else working(value.detach()) for value in learned)
     if isinstance(module, L2Norm):
@@ -60,14 +62,12 @@ def norm_on(module: nn.Module, before: torch.Tensor) -> FrozenNorm:
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         epsilon = torch.finfo(before.dtype).eps if epsilon is None else epsilon
         return FrozenNorm(torch.rsqrt(states.square().mean(-1, keepdim=True) + epsilon), False, gain, None)
-    raise ValueError(
-        f"no way is known to freeze a {type(module).__name__}: there is one for LayerNorm, RMSNorm, L2Norm."
-    )
+    raise ValueError(f"a {type(module).__name__} cannot be frozen: only LayerNorm, RMSNorm and L2Norm can.")
 
 
 @dataclass(frozen=True)
 class FrozenStep:
-    """One sublayer. States x (batch, n, d) become `norm(skip * x + update) + source`, of which the norm is frozen."""
+    """One sublayer. States x (batch, n, d) become `norm(skip * x + update) + source`, with a frozen norm."""
 
     name: str
     skip: bool
@@ -75,13 +75,13 @@ class FrozenStep:
     source: torch.Tensor | None
 
     def carry_(self, states: torch.Tensor) -> torch.Tensor:
-        """What the sum behind the update goes through, in place."""
+        """The linear part of what follows the sum, in place."""
         return states if self.norm is None else self.norm.apply_(states)
 
 
 @dataclass(frozen=True)
 class FrozenAttention(FrozenStep):
-    """A sublayer of attention; its update is `sum_h P_h scale (before x) W_h`, the scale being one of each token."""
+    """A sublayer of attention; its update is `sum_h P_h scale (before x) W_h`, with one scale per token."""
 
     maps: torch.Tensor
     values: Values
@@ -104,11 +104,11 @@ class FrozenAttention(FrozenStep):
         return self.maps @ value
 
     def attend(self, states: torch.Tensor) -> torch.Tensor:
-        """What all heads together make of states, without biases."""
+        """The sum of all heads, without biases."""
         return linear(self.context(states).transpose(1, 2).flatten(2), self.values.output)
 
     def attend_heads(self, states: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
-        """What each head makes of states, (heads, batch, n, d)."""
+        """The output of each head, (heads, batch, n, d)."""
         output = self.values.output.unflatten(1, (self.heads, -1))[:, heads]
         return torch.einsum("bhnv,dhv->hbnd", self.context(states)[:, heads], output)
 
@@ -119,13 +119,13 @@ class Walker(Protocol):
     def start(self, states: torch.Tensor) -> None: ...
 
     def step(self, step: FrozenStep, stream: torch.Tensor) -> None:
-        """`stream` is what really entered the sublayer."""
+        """`stream` is the actual input of the sublayer."""
 
 
 def constant_row(
     values: Values, maps: torch.Tensor, before: FrozenNorm | None, scale: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """What attention adds whatever it is given: a map hands on a row that all tokens share, as its rows sum to one."""
+    """What attention adds for any input: a map keeps a row that all tokens share, because its rows sum to one."""
     bias, heads = values.value_bias, maps.shape[1]
     if before is not None and before.bias is not None:
         shared = linear(before.bias, values.value)
@@ -135,15 +135,15 @@ def constant_row(
     output = values.output.unflatten(1, (heads, -1))
     bias = bias.unflatten(0, (-1, output.shape[-1]))
     rows = torch.einsum("hv,dhv->hd", bias.repeat_interleave(heads // len(bias), dim=0), output)
-    # the sums of the rows are one up to rounding; with them the sum of all paths is the output to the last digits
+    # row sums are one up to rounding; using them makes the sum of all paths equal to the output to the last digits
     passed = maps.sum(-1) if scale is None else (maps @ scale[:, None]).squeeze(-1)
     constant = passed.transpose(1, 2) @ rows
     return constant if values.output_bias is None else constant.add_(values.output_bias)
 
 
-def read_values(layer: nn.Module, read: Callable[[Any], Values]) -> Values:
+def read_values(layer: nn.Module, projections: Projections) -> Values:
     with present(layer):
-        values = read(layer)
+        values = projections.values(layer)
     if any(value is not None and not value.is_floating_point() for value in values):
         raise ValueError(
             f"the weights of {type(layer).__name__} are quantised, and packed integers cannot be applied to a part of "
@@ -152,36 +152,47 @@ def read_values(layer: nn.Module, read: Callable[[Any], Values]) -> Values:
     return Values(*(None if value is None else working(value.detach()) for value in values))  # type: ignore[arg-type]
 
 
+def decomposable(model: PreTrainedModel) -> Family:
+    """The row of a model that can be decomposed into paths, or a `ValueError` with the reason why it cannot."""
+    family = family_of(model)
+    if model.config.chunk_size_feed_forward:
+        raise ValueError("set config.chunk_size_feed_forward to 0 first: the MLP of a layer must run as a whole.")
+    if getattr(model.config, "add_cross_attention", False):
+        raise ValueError("cross-attention reads another stream: only models without it can be decomposed into paths.")
+    if not layers_of(model):
+        raise ValueError(
+            f"{type(model).__name__} has no layers, and so no paths: give one with num_hidden_layers > 0."
+        )
+    return family
+
+
 class Recorder:
-    """Hooks that show each sublayer to a walker as soon as it has run, and keep nothing behind it."""
+    """Hooks that call a walker with each sublayer after it has run, and keep nothing else."""
 
     def __init__(self, model: PreTrainedModel, walker: Walker, stack: ExitStack):
-        self.family, self.sublayers, self.walker, self.layer = family_of(model), sublayers_of(model), walker, -1
+        self.family, self.walker, self.layer = family_of(model), walker, -1
         self.seen: dict[str, torch.Tensor] = {}
-        rows = self.sublayers
+        rows = self.family
         for layer in dict.fromkeys(layers_of(model)):
             self.watch(layer, rows.attended, "attended", stack)
-            if self.family.maps == "dropout":
-                dropout = submodule(layer, f"{self.family.attention}.dropout")
-                stack.callback(dropout.register_forward_pre_hook(self.drop).remove)  # type: ignore[union-attr]
+            attention = attention_of(model, layer)
+            if rows.maps == "dropout":
+                stack.callback(attention.dropout.register_forward_pre_hook(self.drop).remove)
             else:
-                attention = submodule(layer, self.family.attention)
-                stack.callback(attention.register_forward_hook(self.attend_in(layer)).remove)  # type: ignore[union-attr]
+                stack.callback(attention.register_forward_hook(self.attend_in(layer)).remove)
             self.watch(layer, rows.updated, "updated", stack)
             if rows.value_norm is not None:
-                inside: Any = submodule(layer, rows.value_norm)
+                inside = submodule(layer, rows.value_norm)
                 stack.callback(inside.register_forward_pre_hook(self.enter_values).remove)
-            for path, leave in (
-                (rows.attention_norm, self.leave_attention_norm),
-                (rows.mlp_norm, self.leave_mlp_norm),
-            ):
+            norms = {rows.attention_norm: self.leave_attention_norm, rows.mlp_norm: self.leave_mlp_norm}
+            for path, leave in norms.items():
                 if (norm := submodule(layer, path)) is not None:
                     stack.callback(norm.register_forward_hook(self.in_layer(leave, layer)).remove)
             stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(self.leave).remove)
         last = rows.final_norm and submodule(base_of(model), rows.final_norm)
         if last:
-            stack.callback(last.register_forward_hook(self.finish).remove)  # type: ignore[union-attr]
+            stack.callback(last.register_forward_hook(self.finish).remove)
 
     def watch(self, layer: nn.Module, path: str, name: str, stack: ExitStack) -> None:
         def remember(module, args, output) -> None:
@@ -208,50 +219,50 @@ class Recorder:
         def attend(module, args, output) -> None:
             if output[1] is None:
                 raise ValueError(
-                    f"{type(module).__name__} returned no maps under eager attention: there are no paths to follow."
+                    f"{type(module).__name__} returned no maps under eager attention, so its paths are unknown."
                 )
             self.seen["maps"] = output[1]
             if "late" in self.seen:
-                norm = submodule(layer, self.sublayers.attention_norm)
+                norm = submodule(layer, self.family.attention_norm)
                 self.attention(layer, norm, self.seen.pop("late"), output[0])
 
         return attend
 
     def drop(self, module, args) -> None:
-        # XLNet's attention sends its maps through dropout first, and then its output
+        # XLNet's attention calls its dropout with the maps first, and then with its output
         self.seen.setdefault("maps", args[0])
 
     def enter_values(self, module, args) -> None:
         self.seen["scale"] = norm_on(module, args[0]).inverse
 
     def leave_attention_norm(self, layer, norm, before, after) -> None:
-        if self.sublayers.pre_norm(layer):
+        if self.family.pre_norm(layer):
             self.seen["before"], self.seen["normed"] = before, after
         elif "maps" in self.seen:
             self.attention(layer, norm, before, after)
-        else:  # ALBERT's norm is a part of its attention, which returns the maps after it
+        else:  # ALBERT's norm is a part of its attention, whose maps are returned later
             self.seen["late"] = before
 
     def leave_mlp_norm(self, layer, norm, before, after) -> None:
-        if self.sublayers.pre_norm(layer):
+        if self.family.pre_norm(layer):
             self.attention(layer, None, before, before)
         else:
             self.seen["sum"], self.seen["after"] = before, after
 
     def attention(self, layer, norm, total, after) -> None:
-        """The step of attention, once the sum behind it, `total`, has been made and, in post-norm, normalised."""
-        seen, pre_norm = self.seen, self.sublayers.pre_norm(layer)
+        """The step of attention, when the sum `total` and, in post-norm, its norm are known."""
+        seen, pre_norm = self.seen, self.family.pre_norm(layer)
         maps = working(seen.pop("maps"))
         attended, total, after = (self.states(x) for x in (seen.pop("attended"), total, after))
-        values = read_values(layer, self.sublayers.values)
+        values = read_values(layer, self.family.projections)
         before = None
         if pre_norm:
-            module = submodule(layer, self.sublayers.attention_norm)
+            module = submodule(layer, self.family.attention_norm)
             before = freeze_norm(module, self.states(seen.pop("before")), self.states(seen.pop("normed")))
         frozen = freeze_norm(norm, total, after)
         scale = seen.pop("scale", None)
         source = finished(constant_row(values, maps, before, scale), frozen)
-        # where the skip is gone, the sum is the update itself, to the last bit
+        # without a skip the sum is equal to the update, to the last bit
         skip = not torch.equal(total, attended)
         stream = self.states(seen.pop("stream"))
         step = FrozenAttention(f"attention.{self.layer}", skip, frozen, source, maps, values, before, scale)
@@ -259,15 +270,15 @@ class Recorder:
         seen["middle"] = total if pre_norm else after
 
     def leave(self, layer, args, output) -> None:
-        seen, states, pre_norm = self.seen, first(output), self.sublayers.pre_norm(layer)
-        if "middle" not in seen:  # pre-norm without an MLP: the sum is what the layer returns
+        seen, states, pre_norm = self.seen, first(output), self.family.pre_norm(layer)
+        if "middle" not in seen:  # pre-norm without an MLP: the layer returns the sum
             self.attention(layer, None, states, states)
         states, middle = self.states(states), seen["middle"]
-        if not torch.equal(states, middle):  # else the MLP is switched off or taken away
-            norm = None if pre_norm else submodule(layer, self.sublayers.mlp_norm)
+        if not torch.equal(states, middle):  # else the MLP is switched off or removed
+            norm = None if pre_norm else submodule(layer, self.family.mlp_norm)
             total = states if pre_norm else self.states(seen["sum"])
             after = states if pre_norm else self.states(seen["after"])
-            # of one token where the MLP was taken away, and only NaN made the states differ
+            # a removed MLP has the output of one token; only NaN can make the states differ then
             updated, frozen = self.states(seen["updated"]).expand_as(total), freeze_norm(norm, total, after)
             skip = not torch.equal(total, updated)
             step = FrozenStep(f"mlp.{self.layer}", skip, frozen, finished(updated.clone(), frozen))
@@ -283,7 +294,7 @@ class Recorder:
 
 
 def finished(source: torch.Tensor | None, norm: FrozenNorm | None) -> torch.Tensor | None:
-    """A source behind the norm that it goes through, with the bias of the norm; changes its argument."""
+    """A source after the norm, with the bias of the norm; changes its argument."""
     if norm is None:
         return source
     if source is None:
@@ -293,24 +304,13 @@ def finished(source: torch.Tensor | None, norm: FrozenNorm | None) -> torch.Tens
 
 
 def walk(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], walker: Walker) -> Any:
-    """Run the base model on a batch with a walker inside; returns what the base model returns."""
+    """Run the base model on a batch, calling the walker for each sublayer; returns the output of the base model."""
+    decomposable(model)
     if foreign := sorted({"target_mapping", "perm_mask", "mems", "past_key_values"} & set(batch)):
         raise ValueError(f"paths go through one stream, from its first layer: leave out {', '.join(foreign)}.")
     if "input_ids" in batch and batch["input_ids"].ndim != 2:
         raise ValueError(f"`input_ids` must be (batch, n), got {tuple(batch['input_ids'].shape)}.")
-    if not layers_of(model):
-        raise ValueError(
-            f"{type(model).__name__} has no layers, and so no paths: give one with num_hidden_layers > 0."
-        )
     base = base_of(model)
     with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
         Recorder(model, walker, stack)
         return base(**batch, **plain_output(base))
-
-
-def plain_output(base: PreTrainedModel) -> dict[str, bool]:
-    """What keeps a model from returning a tuple, or maps, states and keys of all its layers, whatever its config says."""
-    wanted = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
-    parameters = inspect.signature(base.forward).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in wanted.items() if anything or name in parameters}

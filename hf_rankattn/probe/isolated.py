@@ -1,7 +1,8 @@
-"""Single paths by themselves, as the paper on rank collapse evaluated them: sub-networks, not terms of the output."""
+"""Single paths as separate sub-networks, as the paper on rank collapse evaluated them; they are no terms of the output."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,15 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checks import whole
+from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..families.projections import submodule
+from ..files.running import Inputs, batches_of, evaluating
 from ..measure import relative_residual
 from ..measure.norms import working
 from ..measure.residual import Center
-from ..theory.inputs import whole
 from .ablate import Depth, ablate, first
-from .architectures import base_of, family_of, layers_of, sublayers_of, submodule
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens
-from .frozen import FrozenAttention, FrozenStep, norm_on, plain_output, walk
-from .paths import long_table, plain_batches, rows_of
+from .batches import plain_output, probing, real_tokens
+from .frozen import FrozenAttention, FrozenStep, decomposable, norm_on, walk
+from .paths import plain_batches
+from .tables import long_table, rows_of
 from .task_head import TaskHead, task_batches
 
 
@@ -31,13 +35,8 @@ def draw_paths(heads: Sequence[int], length: int, paths: int, seed: Sequence[int
 
 
 def head_counts(model: PreTrainedModel) -> list[int]:
-    family = family_of(model)
-    if not (layers := layers_of(model)):
-        raise ValueError(
-            f"{type(model).__name__} has no layers, and so no paths: give one with num_hidden_layers > 0."
-        )
-    attentions = [submodule(layer, family.attention) for layer in layers]
-    return [len(family.query_key(attention, model.config)[0]) for attention in attentions]
+    read = decomposable(model).projections.query_key
+    return [len(read(layer, model.config)[0]) for layer in layers_of(model)]
 
 
 def bare_norm(module: nn.Module | None, states: torch.Tensor) -> torch.Tensor:
@@ -50,40 +49,38 @@ def bare_norm(module: nn.Module | None, states: torch.Tensor) -> torch.Tensor:
 
 
 class SubNetworks:
-    """Hooks under which every row of a batch goes through a path of its own: one head a layer, or past the layer."""
+    """Hooks that send every row of a batch along its own path: one head in each layer, or around the layer."""
 
     def __init__(self, model: PreTrainedModel, chosen: torch.Tensor, stack: ExitStack):
-        self.family, self.chosen = family_of(model), chosen
-        layers, rows = layers_of(model), sublayers_of(model)
+        self.family, self.chosen, layers = family_of(model), chosen, layers_of(model)
         self.depth = Depth(base_of(model), layers, stack)
         self.heads = head_counts(model)
         for layer in dict.fromkeys(layers):
-            self.select(layer, rows.projection, stack)
-            if (norm := submodule(layer, rows.attention_norm)) is not None:
+            self.select(layer, attention_of(model, layer), stack)
+            if (norm := submodule(layer, self.family.attention_norm)) is not None:
                 stack.callback(norm.register_forward_hook(lambda m, args, output: bare_norm(m, args[0])).remove)
             stack.callback(layer.register_forward_hook(self.bypass, with_kwargs=True).remove)
 
     def chosen_heads(self, context: torch.Tensor) -> torch.Tensor:
-        """Heads side by side (batch, n, heads * v) with all but the chosen one of each row set to zero."""
+        """Concatenated heads (batch, n, heads * v) with all but the chosen one of each row set to zero."""
         heads = self.heads[self.depth.layer]
         chosen = self.chosen[:, self.depth.layer, None].to(context.device)
         keep = torch.arange(heads, device=context.device) == chosen
         return (context.unflatten(-1, (heads, -1)) * keep[:, None, :, None]).flatten(-2)
 
-    def select(self, layer: nn.Module, projection: str | None, stack: ExitStack) -> None:
-        if projection is not None:
-            module = submodule(layer, projection)
+    def select(self, layer: nn.Module, attention: Any, stack: ExitStack) -> None:
+        if self.family.projections.output is not None:
+            output = submodule(layer, self.family.projections.output)
             hook = lambda m, args: (self.chosen_heads(args[0]), *args[1:])  # noqa: E731
-            stack.callback(module.register_forward_pre_hook(hook).remove)  # type: ignore[union-attr]
+            stack.callback(output.register_forward_pre_hook(hook).remove)
             return
-        attention = submodule(layer, self.family.attention)
-        inner: Callable = attention.post_attention  # type: ignore[union-attr,assignment]
+        inner = attention.post_attention
 
         def post_attention(states, context, *args, **kwargs):  # XLNet's (n, batch, heads, v)
             kept = self.chosen_heads(context.flatten(2).transpose(0, 1)).transpose(0, 1)
             return inner(states, kept.unflatten(-1, context.shape[2:]), *args, **kwargs)
 
-        attention.post_attention = post_attention  # type: ignore[union-attr,assignment]
+        attention.post_attention = post_attention
         stack.callback(delattr, attention, "post_attention")
 
     def bypass(self, module, args, kwargs, output):
@@ -95,12 +92,12 @@ class SubNetworks:
 
 
 def examples_of(batch: dict) -> int:
-    """How many examples a batch has, in which positions may be one row for all."""
+    """The number of examples of a batch; `position_ids` may have one row for all of them."""
     return max(len(value) for value in batch.values())
 
 
 def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: bool):
-    """What the base model returns for the last of some paths, and the normalised sum of the states of all of them."""
+    """The output of the base model on all paths, and the normalised sum of their states."""
     base, count = base_of(model), len(chosen)
     size = examples_of(batch)
     rows = torch.from_numpy(chosen).repeat_interleave(size, dim=0)
@@ -110,9 +107,10 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
         SubNetworks(model, rows, stack)
         result = base(**repeated, **plain_output(base))
     total = result.last_hidden_state.unflatten(0, (count, size)).sum(0)
-    return result, bare_norm(submodule(layers_of(model)[-1], sublayers_of(model).attention_norm), total)
+    return result, bare_norm(submodule(layers_of(model)[-1], family_of(model).attention_norm), total)
 
 
+@probing
 def isolated_paths(
     model: PreTrainedModel,
     inputs: Inputs,
@@ -121,13 +119,13 @@ def isolated_paths(
     mlp: bool = False,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """What single paths do when each is run by itself, as in the published experiments on path effectiveness.
+    """Single paths, each run as a network of its own, as in the published experiments on path effectiveness.
 
     Args:
-        model: A model of a family whose layers normalise after they add; with a task head to have losses.
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader; with labels to have losses.
+        model: A model of a family whose layers normalise after they add; losses need a task head.
+        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader; losses need labels.
         paths (`int`, *optional*, defaults to 5): How many paths of each length are summed; the paper has 5 and 20.
-        repetitions (`int`, *optional*, defaults to 5): How often they are drawn.
+        repetitions (`int`, *optional*, defaults to 5): The number of draws.
         mlp (`bool`, *optional*): Keep the MLPs of the layers that a path uses, with their skips and norms.
         seed (`int`, *optional*, defaults to 0): Of the draws.
 
@@ -146,17 +144,15 @@ def isolated_paths(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import isolated_paths
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = isolated_paths(model, batch, paths=5, repetitions=2)
     >>> sorted(table.length.unique().tolist()), table.metric.unique().tolist()
     ([0, 1, 2], ['relative_residual'])
     ```
     """
-    model = plain(model)
-    if any(map(sublayers_of(model).pre_norm, layers_of(model))):
-        raise ValueError("isolated paths are those of layers that normalise after they add, and these do so before.")
+    if any(map(decomposable(model).pre_norm, layers_of(model))):
+        raise ValueError("isolated paths need layers that normalise after they add, and these normalise before.")
     paths, repetitions, seed = whole("paths", paths, 1), whole("repetitions", repetitions, 1), whole("seed", seed, 0)
     heads, base = head_counts(model), base_of(model)
     rows, offset = [], 0
@@ -175,7 +171,7 @@ def isolated_paths(
 
 
 class Products:
-    """The products of the maps along drawn paths, later layers on the left, or on the right, while the model runs."""
+    """The products of the maps along drawn paths, with later layers on the left, or on the right if `reverse`."""
 
     def __init__(self, chosen: np.ndarray, examples: np.ndarray, reverse: bool = False):
         self.chosen, self.examples, self.reverse, self.depth = chosen, examples, reverse, 0
@@ -196,6 +192,7 @@ class Products:
         self.depth += 1
 
 
+@probing
 def path_products(
     model: PreTrainedModel,
     inputs: Inputs,
@@ -205,7 +202,7 @@ def path_products(
     reverse: bool = False,
     center: Center = "mean",
 ) -> pd.DataFrame:
-    """How near to rank one the product of the attention maps along a random path is, by the length of the path.
+    """The distance from rank one of the product of attention maps along random paths, by the length of the path.
 
     Args:
         model: A model of a family in the table of architectures.
@@ -215,10 +212,10 @@ def path_products(
         seed (`int`, *optional*, defaults to 0): Of the draws.
         reverse (`bool`, *optional*):
             Multiply with later layers on the right, as the published code does; in a path they are on the left.
-        center (`str`, *optional*, defaults to `"mean"`): What is taken away from a product, see [`residual`].
+        center (`str`, *optional*, defaults to `"mean"`): What is subtracted from a product, see [`residual`].
 
-    The maps are those of the whole model. A product of row-stochastic maps forgets its input at a geometric rate, not the
-    doubly exponential one of the states of pure attention.
+    The maps are those of the whole model. A product of row-stochastic maps approaches rank one at a geometric rate, not at
+    the doubly exponential rate of the states of pure attention.
 
     Returns a long table with the columns `model, length, path, example, metric, value`; `path` counts the draws.
 
@@ -229,8 +226,7 @@ def path_products(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import path_products
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = path_products(model, batch, samples=20)
     >>> medians = table.groupby("length").value.median()
@@ -238,7 +234,6 @@ def path_products(
     True
     ```
     """
-    model = plain(model)
     heads = head_counts(model)
     wanted = range(1, len(heads) + 1) if lengths is None else lengths
     samples, seed = whole("samples", samples, 1), whole("seed", seed, 0)
@@ -252,17 +247,10 @@ def path_products(
         examples = np.random.default_rng(np.random.SeedSequence([seed, number])).integers(size, size=len(chosen))
         walker = Products(chosen, examples, reverse)
         walk(model, batch, walker)
-        for path, (length, value) in enumerate(product_residuals(walker, wanted, samples, mask, center)):
-            labels = {"length": length, "path": path % samples, "example": offset + int(examples[path])}
+        for place, (product, example) in enumerate(zip(walker.products, map(int, examples), strict=True)):
+            assert product is not None
+            value = relative_residual(product, None if mask is None else mask[example], center).item()
+            labels = {"length": wanted[place // samples], "path": place % samples, "example": offset + example}
             rows.append({**labels, "metric": "relative_residual", "value": value})
         offset += size
     return long_table(model, rows, ["length", "path"])
-
-
-def product_residuals(
-    walker: Products, lengths: Sequence[int], samples: int, mask: torch.Tensor | None, center: Center
-) -> Iterator[tuple[int, float]]:
-    for place, (product, example) in enumerate(zip(walker.products, walker.examples, strict=True)):
-        assert product is not None
-        own = None if mask is None else mask[example]
-        yield lengths[place // samples], relative_residual(product, own, center).item()

@@ -1,4 +1,4 @@
-"""How much of its query-key rank a model uses: the spectra of the logits that its heads have on given tokens."""
+"""How much of its query-key rank a model uses: the spectra of the logits of its heads on given tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,12 +10,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..files.running import Inputs, batches_of, evaluating
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
-from .architectures import base_of, family_of, layers_of, submodule
 from .attention import implementation
-from .batches import Inputs, batches_of, evaluating, plain, real_tokens, run
-from .weights import rank_limit, spectrum_rows
+from .batches import probing, real_tokens, run
+from .tables import head_rows, joined
+from .weights import rank_limit
 
 
 Record = Callable[[torch.Tensor, torch.Tensor], None]
@@ -24,19 +26,19 @@ NAME = "rankattn_logits"
 
 
 def recording_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """torch's attention, which shows its queries (batch, heads, n, r) and keys, after all positions, to the probe."""
+    """torch's attention, after a call of the probe with its queries (batch, heads, n, r) and keys, positions included."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     _record.get()(query * scale, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1))
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
 AttentionInterface.register(NAME, recording_attention)
-# without a mask function of its own an attention function is given no mask, and padding is attended to in silence
+# an attention function without a registered mask function gets no mask, and would attend to padding
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class LayerLogits:
-    """The spectra of each layer's row-centred logits, from queries and keys; neither is kept."""
+    """The spectra of each layer's row-centred logits, from queries and keys, which are not kept."""
 
     def __init__(self, mask: torch.Tensor | None):
         self.mask = mask
@@ -61,12 +63,12 @@ class LayerLogits:
 
 @contextmanager
 def recording(model: PreTrainedModel, record: Record) -> Iterator[None]:
-    """Send queries and keys to `record` while the model runs, by the attention interface or by the family's own way."""
+    """Send queries and keys to `record` while the model runs, by the attention interface or by hooks of the family."""
     family = family_of(model)
     with ExitStack() as stack:
-        if family.logits is not None:
+        if family.show_query_key is not None:
             for layer in dict.fromkeys(layers_of(model)):
-                family.logits(submodule(layer, family.attention), record, stack)
+                family.show_query_key(attention_of(model, layer), record, stack)
         else:
             stack.enter_context(implementation(model, NAME))
             token = _record.set(record)
@@ -74,6 +76,7 @@ def recording(model: PreTrainedModel, record: Record) -> Iterator[None]:
         yield
 
 
+@probing
 def measure_logits(
     model: PreTrainedModel, inputs: Inputs, rtol: float = 1e-2, energy: float = 0.9, spectra: bool = False
 ) -> pd.DataFrame:
@@ -88,12 +91,11 @@ def measure_logits(
             Add a column `component`, and rows of the metric `energy_share`: the share of squared singular values of each
             component, in descending order.
 
-    Softmax ignores what is constant along a row, so the keys are centred over the tokens of their text. Queries and keys
-    are taken where they meet, after biases, norms and rotary positions; masks are left aside. Of XLNet's logits it is
-    the content term, without that of the relative positions. Besides the rank metrics there are `rank_limit`, which the
-    geometry allows (for latent attention `min(qk_nope_head_dim, kv_lora_rank, q_lora_rank) + qk_rope_head_dim`), and
-    `logit_std`, the root mean square of the row-centred logits: near 0 for maps that look at no content, above
-    `sqrt(2 ln n)` for maps that are nearly hard.
+    Softmax ignores a constant along a row, so the keys are centred over the tokens of their text. Queries and keys include
+    biases, norms and rotary positions; masks are ignored. For XLNet only the content term is measured, without the
+    relative positions. Besides the rank metrics there are `rank_limit`, the largest rank for this geometry (for latent
+    attention `min(qk_nope_head_dim, kv_lora_rank, q_lora_rank) + qk_rope_head_dim`), and `logit_std`, the root mean square
+    of the row-centred logits: near 0 for maps that ignore content, above `sqrt(2 ln n)` for maps that are nearly hard.
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
 
@@ -104,20 +106,19 @@ def measure_logits(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import measure_logits
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = measure_logits(model, batch)
     >>> table[table.metric == "rank_limit"].value.unique().tolist()
     [16.0]
     ```
     """
-    model = plain(model)
     base, depth, frames, offset = base_of(model), len(layers_of(model)), [], 0
+    rotated = family_of(model).positions == "rotary positions"
     for batch in batches_of(base, inputs):
         record = LayerLogits(real_tokens(base, batch))
         with evaluating(base), recording(model, record):
-            run(base, batch)
+            run(model, batch)
         if len(record.rows) != depth:
             raise ValueError(
                 f"{len(record.rows)} of the {depth} layers of {type(model).__name__} showed their queries and keys."
@@ -125,15 +126,9 @@ def measure_logits(
         for layer, (spectrum, spread, width) in enumerate(record.rows):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread
-            limit = torch.full_like(spread, rank_limit(model.config, width, rotated=True))
-            # n rows less their mean have rank n - 1 at most
+            limit = torch.full_like(spread, rank_limit(model.config, width, rotated))
+            # n centred rows have at most rank n - 1
             metrics["rank_limit"] = torch.minimum(limit, record.lengths(limit) - 1)
-            examples, heads = spread.shape
-            index = pd.MultiIndex.from_product(
-                [range(offset, offset + examples), range(heads)], names=["example", "head"]
-            )
-            frames.append(spectrum_rows(spectrum, metrics, index, spectra).assign(layer=layer))
-        offset += examples
-    table = pd.concat(frames, ignore_index=True).assign(model=model.config.model_type)
-    columns = ["model", "layer", "head", "example", "metric", "value"]
-    return table[[*columns[:4], "component", *columns[4:]] if spectra else columns]
+            frames.append(head_rows(metrics, offset, layer, spectrum if spectra else None))
+        offset += len(spread)
+    return joined(model, frames, "layer", "head", "example", *(["component"] if spectra else []))

@@ -1,18 +1,20 @@
-"""Which paths through its heads a model's output is made of: one by one, or all of a length at once."""
+"""The paths through heads that make up the output of a model: one by one, or all of a length at once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from ..checks import whole
+from ..families.architectures import base_of
+from ..files.running import Inputs, batches_of
 from ..measure import relative_residual
 from ..measure.norms import drop_rows, working
-from ..theory.inputs import whole
-from .architectures import base_of, sublayers_of
-from .batches import Inputs, batches_of, plain, real_tokens
+from .batches import probing, real_tokens
 from .frozen import FrozenAttention, FrozenStep, walk
+from .tables import long_table, rows_of
 from .task_head import TaskHead, task_batches
 
 
@@ -27,10 +29,10 @@ def added(part: Part, update: Part) -> Part:
 
 
 class Lengths:
-    """The part of the stream that has gone through k heads, for every k, by one recursion over the sublayers.
+    """The part of the stream that went through k heads, for every k, by one recursion over the sublayers.
 
-    Through `(I + t A_L) ... (I + t A_1)` the coefficient of t^k is all paths of length k. A layer moves the part of k
-    heads to that of k + 1, and its skip leaves it where it is, so parts are updated from the longest down, in place.
+    In `(I + t A_L) ... (I + t A_1)` the coefficient of t^k is the sum of all paths of length k. A layer moves the part of k
+    heads to k + 1, and its skip keeps it at k, so parts are updated in place from the longest to the shortest.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class Lengths:
 
 
 class Guard:
-    """Compares what enters each sublayer with what the frozen one before it makes of what entered that."""
+    """Compares the input of each sublayer with the output that the frozen sublayer before it gives on its own input."""
 
     expected: torch.Tensor
     error: torch.Tensor
@@ -63,11 +65,11 @@ class Guard:
         self.expected, self.error = states, torch.zeros(len(states), dtype=states.dtype, device=states.device)
 
     def arrive(self, stream: torch.Tensor) -> None:
-        """What really enters a sublayer, or leaves the last."""
+        """Compare the actual input of a sublayer, or the output of the last one, with what was expected."""
         self.error = torch.maximum(self.error, relative_error(self.expected, stream))
 
     def expect(self, step: FrozenStep, stream: torch.Tensor, updates: Sequence[torch.Tensor]) -> None:
-        """What should arrive next."""
+        """Compute what should arrive next."""
         total = stream.clone() if step.skip else torch.zeros_like(stream)
         for update in updates:
             total += update
@@ -75,7 +77,7 @@ class Guard:
 
 
 class Layers(Guard):
-    """The part of the stream that has gone through the attention of a layer, or through one of its heads, for each."""
+    """For each layer or each head: the part of the stream that went through it."""
 
     def __init__(self, heads: bool) -> None:
         self.by_head, self.parts, self.rows = heads, list[Part](), list[dict[str, int]]()
@@ -100,7 +102,7 @@ class Layers(Guard):
 
 
 class Steps:
-    """Keeps every sublayer: for networks that are small enough to have their paths named one by one."""
+    """Keeps every sublayer, for networks that are small enough to list their paths one by one."""
 
     def __init__(self) -> None:
         self.steps: list[FrozenStep] = []
@@ -150,43 +152,28 @@ def relative_error(found: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 
 def checked(error: torch.Tensor, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The error of a decomposition as a metric; one that leaves fewer than half of the digits is raised."""
-    # float32 has the say in float64 models, too, since some norms compute in it whatever the model does
+    """The error of a decomposition as a metric; an error above half of the digits is raised."""
+    # at least the precision of float32, because some norms of float64 models compute in it
     allowed = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
     if bool(error.isnan().any()):
         raise ValueError(
             f"the states of {type(model).__name__} hold NaN or Inf. Its weights do, or it is in float64 and padding masks "
-            "whole rows of a softmax that computes in float32: try it in float32."
+            "whole rows of a softmax that computes in float32: use float32."
         )
     if not bool((error <= allowed).all()):
         raise ValueError(
             f"the paths of {type(model).__name__} do not add up to its output: relative error {error.max().item():.1e}. "
-            "Something acts on its layers that the table of architectures does not know, such as adapters (merge them "
-            "first) or hooks."
+            "Its layers do something that the table of architectures does not know, such as adapters (merge them first) "
+            "or hooks."
         )
     return {"reconstruction_error": error}
 
 
-def rows_of(metrics: Mapping[str, torch.Tensor], offset: int, **labels) -> list[dict]:
-    return [
-        {**labels, "example": offset + example, "metric": metric, "value": value}
-        for metric, values in metrics.items()
-        for example, value in enumerate(values.cpu().double().tolist())
-    ]
-
-
-def long_table(model: PreTrainedModel, rows: list[dict], labels: list[str]) -> pd.DataFrame:
-    table = pd.DataFrame(rows).assign(model=model.config.model_type)
-    for name in ("length", "layer", "head"):
-        if name in table:
-            table[name] = table[name].astype("Int64")
-    return table[["model", *labels, "example", "metric", "value"]]
-
-
+@probing
 def path_lengths(
     model: PreTrainedModel, inputs: Inputs, by: Literal["length", "layer", "head"] = "length", loss: bool = False
 ) -> pd.DataFrame:
-    """What all paths of each length contribute to the output of a model, exactly, without going through them.
+    """The exact contribution of all paths of each length to the output of a model, without listing the paths.
 
     Args:
         model: A model of a family in the table of architectures, whole or under [`ablate`].
@@ -194,25 +181,25 @@ def path_lengths(
         by (`str`, *optional*, defaults to `"length"`):
             `"length"`: the parts are the sums of all paths through k heads, k = 0..L; together they are the output.
             `"layer"` or `"head"`: the parts are the sums of all paths through the attention of a layer, or through one
-            head of it. A path through k heads is in k of those, so together they are the sum of k times the part of
-            length k. There are L and L H parts to carry: `"head"` takes the time of a dozen forward passes.
+            head of it. A path through k heads is in k of these parts, so their sum is the sum over k of k times the part
+            of length k. There are L or L H parts: `"head"` takes the time of a dozen forward passes.
         loss (`bool`, *optional*):
-            Also give the loss that the task head of the model has on each example (the batch needs its labels) when
-            `last_hidden_state` is cut: for lengths to those up to k (`loss_up_to`) or to k alone (`loss_only`), and
-            `accuracy_up_to` and `accuracy_only` where labels are classes of tokens; for layers and heads, to all but
-            their part (`loss_without`).
+            Also report the loss of the task head on each example (the batch needs labels) when only some parts of
+            `last_hidden_state` are kept: lengths up to k (`loss_up_to`) or only k (`loss_only`), with `accuracy_up_to` and
+            `accuracy_only` where labels are classes of tokens; for layers and heads, everything but their part
+            (`loss_without`).
 
-    Maps and scales of norms are held as they are in the forward pass of the whole model. Then every sublayer is linear,
-    and its biases and the outputs of MLPs are sources, whose paths have length 0 where they enter. The output is
-    `last_hidden_state`, behind the last norm of models that have one.
+    Maps and scales of norms are frozen at their values in the forward pass of the whole model. Then every sublayer is
+    linear, and its biases and the outputs of MLPs are sources, whose paths start with length 0. The output is
+    `last_hidden_state`, after the last norm of models that have one.
 
     Metrics: `projection` (inner product with the output over its squared norm), `norm_ratio`, `cosine`,
-    `relative_residual` of the part itself; cosine and residual of a part that is zero are NaN. `reconstruction_error`, in
-    rows of no length, layer or head, is the relative distance of the sum of all lengths from the output; for layers and
-    heads, whose sum is not the output, the largest such distance of one sublayer. A large one is raised.
+    `relative_residual` of the part itself; cosine and residual of a zero part are NaN. `reconstruction_error`, in rows
+    without length, layer or head, is the relative distance of the sum of all lengths from the output; for layers and heads,
+    whose sum is not the output, it is the largest such distance of one sublayer. A large error is raised.
 
-    Returns a long table with the columns `model, length, example, metric, value`, with `layer` or `layer, head` in the
-    place of `length`.
+    Returns a long table with the columns `model, length, example, metric, value`, with `layer` or `layer, head` instead of
+    `length`.
 
     Example:
 
@@ -221,8 +208,7 @@ def path_lengths(
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import path_lengths
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = path_lengths(model, batch)
     >>> shares = table[table.metric == "projection"].set_index("length").value
@@ -230,8 +216,6 @@ def path_lengths(
     ([0, 1, 2], True)
     ```
     """
-    model = plain(model)
-    sublayers_of(model)
     labels = {"length": ["length"], "layer": ["layer"], "head": ["layer", "head"]}
     if not isinstance(by, str) or by not in labels:
         raise ValueError(f"`by` must be 'length', 'layer' or 'head', got {by!r}.")
@@ -245,10 +229,8 @@ def path_lengths(
         for index, part in zip(walker.index(), walker.parts, strict=True):
             rows += rows_of(part_metrics(part, output, mask), offset, **index)
         if loss:
-            head = TaskHead(model, result, task_batch)
-            rows += [
-                row for index, metrics in losses(walker, head, actual) for row in rows_of(metrics, offset, **index)
-            ]
+            for index, metrics in losses(walker, TaskHead(model, result, task_batch), actual):
+                rows += rows_of(metrics, offset, **index)
         nowhere = dict.fromkeys(labels[by], pd.NA)
         rows += rows_of(checked(final_error(walker, actual, output, mask), model), offset, **nowhere)
         offset += len(output)
@@ -258,7 +240,7 @@ def path_lengths(
 def final_error(
     walker: Lengths | Layers, actual: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """How far the decomposition is from the model, (batch); uses up the parts of lengths."""
+    """The relative distance of the decomposition from the model, (batch); consumes the parts of lengths."""
     if isinstance(walker, Layers):
         walker.arrive(actual)
         return walker.error
@@ -276,7 +258,7 @@ def plain_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict
 def losses(
     walker: Lengths | Layers, head: TaskHead, output: torch.Tensor
 ) -> Iterator[tuple[dict[str, int], dict[str, torch.Tensor]]]:
-    """The loss on what is left of the output, for every part of a walker."""
+    """The loss on a part of the output, for every part of a walker."""
     total = torch.zeros_like(output)
     for index, part in zip(walker.index(), walker.parts, strict=True):
         own = torch.zeros_like(output) if part is None else part
@@ -285,7 +267,7 @@ def losses(
             kept = {"only": head.scores(own, needed=True), "up_to": head.scores(total, needed=True)}
             yield index, {f"{name}_{cut}": values for cut, found in kept.items() for name, values in found.items()}
         else:
-            yield index, {"loss_without": head.loss(output - own)}
+            yield index, {"loss_without": head.scores(output - own, needed=True)["loss"]}
 
 
 def each_path(steps: list[FrozenStep], states: torch.Tensor) -> Iterator[PathTerm]:
@@ -314,7 +296,7 @@ def each_path(steps: list[FrozenStep], states: torch.Tensor) -> Iterator[PathTer
 
 
 def count_paths(steps: list[FrozenStep]) -> int:
-    """How many paths [`each_path`] will go through."""
+    """The number of paths that [`each_path`] yields."""
     behind, total = 1, 0
     for step in reversed(steps):
         total += behind if step.source is not None else 0
@@ -322,18 +304,19 @@ def count_paths(steps: list[FrozenStep]) -> int:
     return total + behind
 
 
+@probing
 def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> pd.DataFrame:
     """Every path through the heads of a small network, one by one; the sum of their terms is its output.
 
     Args:
         model: A model of a family in the table of architectures, whole or under [`ablate`].
         inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
-        limit (`int`, *optional*, defaults to 20000): How many paths are gone through; there are (H + 1)^L with skips.
+        limit (`int`, *optional*, defaults to 20000): The largest number of paths; there are (H + 1)^L with skips.
 
-    `path` names a head for every layer, from 1, or 0 for its skip, or `_` for layers before its `source`: the
-    embeddings, or what a sublayer adds by itself (its bias, the output of an MLP, the bias of a norm). Besides the metrics
-    of [`path_lengths`] there are `row_sum_error`, the largest distance of a row sum of the path's map, the product of the
-    maps of its heads, from one, and `reconstruction_error`, in rows of no path.
+    `path` has an entry for every layer: a head, counted from 1, or 0 for the skip, or `_` for layers before its `source`:
+    the embeddings, or what a sublayer adds (its bias, the output of an MLP, the bias of a norm). Besides the metrics of
+    [`path_lengths`] there are `row_sum_error`, the largest distance from one of a row sum of the path's map (the product of
+    the maps of its heads), and `reconstruction_error`, in rows without a path.
 
     Returns a long table with the columns `model, source, path, length, example, metric, value`.
 
@@ -344,8 +327,7 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import ablate, path_terms
 
-    >>> shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    >>> model = BertModel(BertConfig(**shape)).eval()
+    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> with ablate(model, mlp=True, norm=True):
     ...     table = path_terms(model, batch)
@@ -353,8 +335,7 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
     25
     ```
     """
-    model, limit = plain(model), whole("limit", limit, 1)
-    sublayers_of(model)
+    limit = whole("limit", limit, 1)
     rows, offset = [], 0
     for batch in batches_of(base_of(model), inputs):
         mask, walker = real_tokens(base_of(model), batch), Steps()

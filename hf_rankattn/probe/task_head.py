@@ -1,6 +1,5 @@
-"""What the head of a task makes of states that its base model did not return."""
+"""The output of a task head on states that its base model did not return."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -9,34 +8,34 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .architectures import base_of, family_of
-from .batches import Inputs, batches_of, evaluating
+from ..families.architectures import base_of, family_of
+from ..files.running import Inputs, batches_of, evaluating, forward_names
 
 
 def task_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict, dict]]:
-    """Each batch as the base model takes it, and as the whole model does, with its labels."""
+    """Each batch twice: with the inputs of the base model, and with those of the whole model, labels included."""
     base = base_of(model)
     if base is model:
         raise ValueError(f"{type(model).__name__} has no task head, and so no loss: give a model with a head.")
-    accepted = set(inspect.signature(base.forward).parameters)
+    accepted = forward_names(base)
     for batch in batches_of(model, inputs):
         yield {name: value for name, value in batch.items() if name in accepted}, batch
 
 
 class TaskHead:
-    """The head of a model, fed with other states than those of its base model, which does not run again."""
+    """The head of a model on other states than those of its base model, which does not run again."""
 
     def __init__(self, model: PreTrainedModel, result: Any, batch: Mapping[str, torch.Tensor]):
         self.model, self.base, self.result, self.batch = model, base_of(model), result, batch
 
     @contextmanager
     def returning(self, states: torch.Tensor) -> Iterator[None]:
-        """The base model returns these states (batch, n, d), whatever it is given."""
+        """Make the base model return these states (batch, n, d) for any input."""
         result = copy(self.result)
         result.last_hidden_state = states.to(self.model.dtype)
         if getattr(result, "pooler_output", None) is not None:
             result.pooler_output = family_of(self.model).pool(self.base, result.last_hidden_state)
-        before = vars(self.base).get("forward")  # offloading puts one there, too
+        before = vars(self.base).get("forward")  # offloading sets one, too
         self.base.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
         try:
             yield
@@ -46,18 +45,14 @@ class TaskHead:
                 self.base.forward = before  # type: ignore[method-assign]
 
     def outputs(self, states: torch.Tensor) -> Iterator[tuple[Any, Mapping[str, torch.Tensor]]]:
-        """What the model returns for each example by itself, and the example."""
+        """The output of the model for each example alone, and the example."""
         for example in range(len(states)):
             own = {name: value[example : example + 1] for name, value in self.batch.items()}
             with evaluating(self.model), self.returning(states[example : example + 1]):
                 yield self.model(**own), own
 
-    def loss(self, states: torch.Tensor) -> torch.Tensor:
-        """The loss of each example, (batch)."""
-        return self.scores(states, needed=True)["loss"]
-
     def scores(self, states: torch.Tensor, needed: bool = False) -> dict[str, torch.Tensor]:
-        """Loss and accuracy of each example, (batch) each, as far as its labels allow; a `needed` loss has to be there."""
+        """Loss and accuracy of each example, (batch) each, where labels allow; a missing `needed` loss is an error."""
         found: dict[str, list[torch.Tensor]] = {"loss": [], "accuracy": []}
         for output, example in self.outputs(states):
             labels, logits = example.get("labels"), output.get("logits")
@@ -79,5 +74,5 @@ class TaskHead:
 
 
 def next_token(model: PreTrainedModel) -> bool:
-    """Whether the labels of a model are its inputs, of which each token is to name the next."""
+    """Whether the labels of a model are its inputs, and each token predicts the next one."""
     return family_of(model).causal(model.config) and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
