@@ -1,11 +1,13 @@
-"""Recurrent circle: two points on opposite arcs, each to be moved on by one step."""
+"""Recurrent circle: two points on opposite arcs, each labelled with its position one step later."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from .building import TaskBuilder, TaskConfig, check_choice, check_count, points_feature
-from .papers import COLLAPSE
+from ._baselines import fitted, own_token
+from ._building import COLLAPSE, Arrays, TaskBuilder, TaskConfig, check_choice, check_count, points_feature
+from ._metrics import NeighborError
 
 
 ANGLES = ("grid", "uniform")
@@ -20,8 +22,8 @@ class CircleConfig(TaskConfig):
             Steps between the two points. The original code used 499 of 1000, which are not quite opposite.
         radius (`float`, *optional*, defaults to 0.3): Radius of the circle.
         angles (`str`, *optional*, defaults to `"grid"`):
-            Where train rows start: `"grid"` (one row for each position of half a turn, in order) or `"uniform"`. Validation
-            and test rows start at uniform angles.
+            First angle of train rows: `"grid"` (one row for each position of half a turn, in order) or `"uniform"`. The
+            angles of validation and test rows are uniform.
     """
 
     num_examples: int | None = None
@@ -40,7 +42,9 @@ class CircleConfig(TaskConfig):
         self.num_positions = check_count("num_positions", self.num_positions, 4)
         half = self.num_positions // 2
         if self.num_positions % 2:
-            raise ValueError(f"`num_positions` must be even, or half a turn is no position; got {self.num_positions}.")
+            raise ValueError(
+                f"`num_positions` must be even, so that half a turn is a position; got {self.num_positions}."
+            )
         self.separation = check_count("separation", half if self.separation is None else self.separation, 1)
         if self.separation >= self.num_positions:
             raise ValueError(f"`separation` must be below num_positions={self.num_positions}, got {self.separation}.")
@@ -56,9 +60,17 @@ class CircleConfig(TaskConfig):
             raise ValueError(f"`radius` must be above 0 and finite, got {self.radius}.")
 
 
+def circle_baselines(train: Arrays, test: Arrays) -> Iterator[tuple[str, np.ndarray]]:
+    """A step is a rotation, a linear map of the token itself: the last of these solves the task."""
+    yield "zero", np.zeros_like(test["labels"])
+    yield "own_token", fitted([own_token], train, test)
+    rotation = np.linalg.lstsq(train["points"].reshape(-1, 2), train["labels"].reshape(-1, 2), rcond=None)[0]
+    yield "own_token_linear_map", test["points"] @ rotation
+
+
 class Circle(TaskBuilder):
-    """Two points on opposite arcs of a circle, each labelled with where it is one step later. Fed its own outputs, a model
-    whose attention collapses draws both to one point."""
+    """Two points on opposite arcs of a circle, each labelled with its position one step later. A model whose attention
+    collapses moves both to one point if it is applied to its own outputs again and again."""
 
     BUILDER_CONFIG_CLASS = CircleConfig
     BUILDER_CONFIGS = [
@@ -67,16 +79,19 @@ class Circle(TaskBuilder):
         CircleConfig(angles="uniform", num_examples=10_000),
     ]
     DEFAULT_CONFIG_NAME = "grid_n1000"
+    metrics = (NeighborError,)
+    baselines = staticmethod(circle_baselines)
     CITATION = COLLAPSE
     LABELS = (
         "Row i of the train split holds the positions i and i + separation of a circle, counter-clockwise from (radius, 0), "
         "and as `labels` the next position of each; the other splits start at uniform angles, not on the grid. Labels do "
-        "not depend on the other point: what is tested is whether repeated application keeps the two apart."
+        "not depend on the other point: the task tests whether repeated application keeps the two apart."
     )
     DIFFERENCES = (
-        "The published code pairs positions 499 of 1000 apart, which are not quite opposite, and so has 499 rows whose arcs do "
-        "not close; here the two are opposite and there are 500 (the config with `s499` has the original distance). There, a "
-        "model without skip keeps the skip inside its layer, and the variant with skip adds the previous batch."
+        "The published code pairs positions that are 499 of 1000 steps apart and not quite opposite, so it has 499 rows whose "
+        "arcs do not close. Here the two are opposite and there are 500 rows (the config with `s499` has the original "
+        "distance). In the published code a model without skip connections keeps the one inside its layer, and the variant "
+        "with skip connections adds the previous batch."
     )
 
     @property
@@ -85,9 +100,6 @@ class Circle(TaskBuilder):
 
     def columns(self):
         return {"points": points_feature(2, 2), "labels": points_feature(2, 2)}
-
-    def model_arguments(self):
-        return {"input_dim": 2}
 
     def draw(self, rng, rows, *, split, first):
         if split == "train" and self.config.angles == "grid":

@@ -1,12 +1,14 @@
-"""Farthest neighbour: each of N points is to find the farthest of the others."""
+"""Farthest neighbour: the label of each of N points is the farthest of the others."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from .building import TaskBuilder, TaskConfig, check_count, points_feature
-from .papers import BENEFITS
-from .sampling import take_points, unit_vectors
+from ._baselines import neighbor_baselines
+from ._building import BENEFITS, TaskBuilder, TaskConfig, points_feature
+from ._metrics import NeighborAccuracy, NeighborError
+from ._sampling import take_points, unit_vectors
 
 
 @dataclass
@@ -17,16 +19,12 @@ class FarthestNeighborConfig(TaskConfig):
         num_points (`int`, *optional*, defaults to 16): Number of points in a row.
     """
 
+    LEAST: ClassVar = {"dim": 2, "num_points": 2}
     dim: int = 64
     num_points: int = 16
 
     def geometry_name(self) -> str:
         return f"d{self.dim}_n{self.num_points}"
-
-    def check(self) -> None:
-        super().check()
-        self.dim = check_count("dim", self.dim, 2)
-        self.num_points = check_count("num_points", self.num_points, 2)
 
 
 class FarthestNeighbor(TaskBuilder):
@@ -44,15 +42,17 @@ class FarthestNeighbor(TaskBuilder):
         FarthestNeighborConfig(dim=256, num_examples=4_000, num_eval_examples=1_000),
     ]
     DEFAULT_CONFIG_NAME = "d64_n16"
+    metrics = (NeighborError, NeighborAccuracy)
+    baselines = staticmethod(neighbor_baselines)
     CITATION = BENEFITS
     LABELS = (
         "`points` are independent and uniform on the unit sphere. The label of a point is the point of the same row that "
         "is farthest from it, which is the one with the smallest inner product."
     )
     DIFFERENCES = (
-        "The published code seeds its data anew at every epoch, so that all epochs are one set of batches, reports the error "
-        "on those, and gives runs with neighbouring seeds most of their data in common. Here splits are apart, the stream "
-        "never repeats, and seeds share nothing."
+        "The published code seeds its data again at every epoch, so that all epochs use one set of batches. It reports the "
+        "error on these batches, and runs with neighbouring seeds share most of their data. Here the splits are disjoint, "
+        "the stream never repeats, and seeds share nothing."
     )
 
     def columns(self):
@@ -62,11 +62,8 @@ class FarthestNeighbor(TaskBuilder):
     def scratch_numbers(self):
         return self.config.num_points**2
 
-    def model_arguments(self):
-        return {"input_dim": self.config.dim}
-
     def draw(self, rng, rows, *, split, first):
         points = unit_vectors(rng, rows, self.config.num_points, self.config.dim)
-        # a point is never its own farthest: its product with itself is the largest there is
+        # a point is never its own farthest: its product with itself is the largest
         farthest = (points @ np.swapaxes(points, 1, 2)).argmin(-1)
         return {"points": points, "labels": take_points(points, farthest)}

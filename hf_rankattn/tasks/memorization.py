@@ -1,28 +1,29 @@
-"""Memorization: real text with random labels, to be learnt by heart."""
+"""Memorization: real text with random labels."""
 
 import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
 
-from ..texts import package_text
-from .building import TaskBuilder, TaskConfig, check_count, ids_feature
-from .papers import COLLAPSE
+from ..files.texts import package_text
+from ._baselines import class_baselines
+from ._building import COLLAPSE, TaskBuilder, TaskConfig, check_count, ids_feature
+from ._metrics import SequenceAccuracy, TokenAccuracy
 
 
 @dataclass
 class MemorizationConfig(TaskConfig):
     """
     Args:
-        num_examples (`int`, *optional*): Train rows; by default all that the other splits leave.
+        num_examples (`int`, *optional*): Train rows; by default all rows that are not in the other splits.
         num_eval_examples (`int`, *optional*): Validation rows, and test rows; by default a tenth of all rows each.
-        texts (`str`, list of `str` or `datasets.Dataset`, *optional*): The text; by default the one of this package.
-        text_column (`str`, *optional*, defaults to `"text"`): The column to read where `texts` is a dataset.
+        texts (`str`, list of `str` or `datasets.Dataset`, *optional*): The text; by default the text of this package.
+        text_column (`str`, *optional*, defaults to `"text"`): The column of a dataset to read.
         tokenizer (`str` or tokenizer, *optional*, defaults to `"words"`):
             `"words"` (words and marks of the text, lower-cased, numbered in alphabetical order), `"bytes"`, the name or
             folder of a tokenizer of transformers, or such a tokenizer itself.
@@ -31,6 +32,7 @@ class MemorizationConfig(TaskConfig):
         num_labels (`int`, *optional*, defaults to 2): Number of classes.
     """
 
+    LEAST: ClassVar = {"max_length": 2, "num_labels": 2}
     num_examples: int | None = None
     num_eval_examples: int | None = None
     texts: Any = None
@@ -45,13 +47,12 @@ class MemorizationConfig(TaskConfig):
         return f"{source}_l{self.max_length}{labels}"
 
     def check(self) -> None:
-        self.max_length = check_count("max_length", self.max_length, 2)
-        self.num_labels = check_count("num_labels", self.num_labels, 2)
+        self.check_counts(self.LEAST)
         rows = len(self.encoded[0])
         if rows < 3:
             raise ValueError(
-                f"the text gives {rows} rows of at most {self.max_length} tokens, and three splits need three: give more "
-                "text or a smaller max_length."
+                f"the text gives {rows} rows of at most {self.max_length} tokens, and three splits need at least three rows: "
+                "give more text or a smaller `max_length`."
             )
         if self.num_eval_examples is None:
             self.num_eval_examples = max(1, rows // 10)
@@ -83,12 +84,12 @@ class MemorizationConfig(TaskConfig):
                 f"`texts` must be a string, a list of strings or one split of a dataset, got a {type(texts).__name__}."
             )
         texts = list(texts)
-        if strangers := [text for text in texts if not isinstance(text, str)]:
-            raise ValueError(f"`texts` must hold strings, got {strangers[0]!r:.80}.")
+        if others := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"`texts` must hold strings, got {others[0]!r:.80}.")
         return texts
 
     def encoder(self) -> tuple[Callable[[str], list[int]], int, int]:
-        """How a text becomes ids, how many ids there are, and which of them pads."""
+        """A function from a text to its ids, the number of different ids, and the padding id."""
         tokenizer = self.tokenizer
         if tokenizer == "words":
             words = sorted({word for text in self.passages for word in words_of(text)})
@@ -115,37 +116,46 @@ class MemorizationConfig(TaskConfig):
 
     @cached_property
     def encoded(self) -> tuple[list[list[int]], int, int]:
-        """Ids of all rows without padding, how many ids there are, and which of them pads."""
+        """Ids of all rows without padding, the number of different ids, and the padding id."""
         encode, vocab_size, padding = self.encoder()
-        size = self.max_length
         ids = [encode(text) for text in self.passages]
+        if len(set().union(*ids)) < 2 and any(text.strip() for text in self.passages):
+            name = self.tokenizer if isinstance(self.tokenizer, str) else type(self.tokenizer).__name__
+            raise ValueError(
+                f"the tokenizer {name!r} finds fewer than two different tokens in the whole text: it has no vocabulary for it. "
+                "Give a folder that holds the files of a tokenizer (tokenizer.json, vocab.txt, ...), 'words' or 'bytes'."
+            )
+        size = self.max_length
         pieces = [row[start : start + size] for row in ids for start in range(0, len(row), size)]
         return pieces, vocab_size, padding
 
     def contents(self) -> dict[str, Any]:
-        # ids say all that the rows take from text and tokenizer, however those were given
+        # the rows depend on text and tokenizer through the ids alone
         digest = hashlib.sha256(repr(self.encoded).encode()).hexdigest()
         return super().contents() | {"texts": digest, "tokenizer": None, "text_column": None}
 
 
 class Memorization(TaskBuilder):
-    """Real text with a random label for each token: nothing to understand, so accuracy on the train split is what a model
-    stores. Validation and test hold other passages of the text, also labelled at random: a control at chance level."""
+    """Real text with a random label for each token. There is no rule to learn, so accuracy on the train split measures what
+    a model stores. Validation and test hold other passages of the text, also labelled at random: a control at chance level."""
 
     BUILDER_CONFIG_CLASS = MemorizationConfig
     BUILDER_CONFIGS = [MemorizationConfig(), MemorizationConfig(max_length=32)]
     DEFAULT_CONFIG_NAME = "package_text_l128"
+    metrics = (TokenAccuracy, SequenceAccuracy)
+    baselines = staticmethod(class_baselines)
+    scored_split = "train"
     CITATION = COLLAPSE
     LABELS = (
         "The text is cut into rows of at most `max_length` tokens; `labels` are independent and uniform, one for each token, "
-        "and -100 at padding. Score the train split: that is what was to be memorized. No model can be better than chance on "
-        "the others. The rows are one set to learn by heart, so there is no stream of fresh ones."
+        "and -100 at padding. Score the train split, which a model has to memorize. No model can be better than chance on the "
+        "others. The rows are one fixed set, so there is no stream of new ones."
     )
     DIFFERENCES = (
-        "The published code marks padding with -1, which losses count unless told otherwise; here it is -100. It cuts texts "
-        "at 128 tokens; here the rest makes further rows. It scores 11 batches of the train rows; score all of them. A "
-        "misplaced argument there switches the MLPs on in what is called pure attention. Its line for guessing, 0.5, is what "
-        "a predictor without any input reaches; one that sees the token, without context, reaches more."
+        "The published code labels padding with -1, which losses count by default; here the label is -100. It cuts texts at "
+        "128 tokens; here the rest of a text makes further rows. It scores 11 batches of the train rows; score all of them. A "
+        "misplaced argument in the published code switches the MLPs on in its pure attention. Its line for guessing, 0.5, is "
+        "the accuracy of a predictor without any input; a predictor that sees the token, without context, reaches more."
     )
     endless = False
 

@@ -1,12 +1,14 @@
-"""Nearest neighbour: a query is to find the nearest of N points."""
+"""Nearest neighbour: the label of a query is the nearest of N points."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from .building import TaskBuilder, TaskConfig, check_choice, check_count, points_feature
-from .papers import BENEFITS
-from .sampling import Rng, orthonormal_vectors, take_points, unit_vectors
+from ._baselines import neighbor_baselines
+from ._building import BENEFITS, TaskBuilder, TaskConfig, check_choice, points_feature
+from ._metrics import NeighborAccuracy, NeighborError
+from ._sampling import Rng, orthonormal_vectors, take_points, unit_vectors
 
 
 DISTRIBUTIONS = ("uniform", "orthogonal", "doubled")
@@ -25,6 +27,7 @@ class NearestNeighborConfig(TaskConfig):
             `"doubled"` (independent points, and then their negatives in the same order).
     """
 
+    LEAST: ClassVar = {"dim": 2, "num_points": 2, "num_queries": 1}
     dim: int = 64
     num_points: int = 2
     num_queries: int = 1
@@ -36,17 +39,14 @@ class NearestNeighborConfig(TaskConfig):
 
     def check(self) -> None:
         super().check()
-        self.dim = check_count("dim", self.dim, 2)
-        self.num_points = check_count("num_points", self.num_points, 2)
-        self.num_queries = check_count("num_queries", self.num_queries, 1)
         check_choice("distribution", self.distribution, DISTRIBUTIONS)
         if self.distribution == "orthogonal" and self.num_points > self.dim:
             raise ValueError(
-                f"{self.num_points} points cannot be orthogonal in {self.dim} dimensions: give num_points <= dim, or "
+                f"{self.num_points} points cannot be orthogonal in {self.dim} dimensions: give `num_points` <= `dim`, or "
                 "distribution='uniform'."
             )
         if self.distribution == "doubled" and self.num_points % 2:
-            raise ValueError(f"'doubled' points come in pairs x, -x: num_points must be even, got {self.num_points}.")
+            raise ValueError(f"'doubled' points are pairs x, -x: `num_points` must be even, got {self.num_points}.")
 
 
 class NearestNeighbor(TaskBuilder):
@@ -62,15 +62,17 @@ class NearestNeighbor(TaskBuilder):
         NearestNeighborConfig(dim=16, num_queries=4),
     ]
     DEFAULT_CONFIG_NAME = "orthogonal_d64_n2"
+    metrics = (NeighborError, NeighborAccuracy)
+    baselines = staticmethod(neighbor_baselines)
     CITATION = BENEFITS
     LABELS = (
         "`points` are drawn as the name of the config says, `queries` are independent and uniform on the unit sphere. The "
         "label of a query is the point with the largest inner product with it, which is the nearest."
     )
     DIFFERENCES = (
-        "The published code takes the Q of a QR decomposition as it comes, which is not rotation invariant: the first entry "
-        "of the first point is always negative. Here the signs are fixed, as Haar measure needs. The data are held out and "
-        "never replayed, as in `farthest_neighbor`."
+        "The published code uses the Q of a QR decomposition unchanged, which is not rotation invariant: the first entry of "
+        "the first point is always negative. Here the signs are corrected, so that the points follow the Haar measure. The "
+        "data are held out and never repeated, as in `farthest_neighbor`."
     )
 
     def columns(self):
@@ -80,9 +82,6 @@ class NearestNeighbor(TaskBuilder):
 
     def scratch_numbers(self):
         return self.config.num_points * self.config.num_queries
-
-    def model_arguments(self):
-        return {"input_dim": self.config.dim}
 
     def draw(self, rng, rows, *, split, first):
         points = self.draw_points(rng, rows)

@@ -1,10 +1,13 @@
 """Token retrieval: key-value recall in a sequence of n tokens."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from .building import TaskBuilder, TaskConfig, check_choice, check_count, ids_feature
+from ._baselines import class_baselines
+from ._building import TaskBuilder, TaskConfig, check_choice, check_count, ids_feature
+from ._metrics import SequenceAccuracy, TokenAccuracy
 
 
 LAYOUTS = ("joint", "pairs")
@@ -17,12 +20,13 @@ class TokenRetrievalConfig(TaskConfig):
         length (`int`, *optional*, defaults to 128): Tokens in a row, half of them queries; a multiple of 4.
         num_values (`int`, *optional*, defaults to 16): Number of values, and of classes.
         num_keys (`int`, *optional*, defaults to the number of records in a row):
-            Number of keys that exist. The records of a row have distinct keys.
+            Number of different keys. The records of a row have distinct keys.
         layout (`str`, *optional*, defaults to `"joint"`):
-            `"joint"`: a record is one token, so that one layer can solve the task and the query-key rank of its heads is what
-            limits it. `"pairs"`: a key and then its value, two tokens, which takes two layers and positions.
+            `"joint"`: a record is one token, so one layer can solve the task, and the query-key rank of its heads limits the
+            result. `"pairs"`: a record is two tokens, a key and then its value, and needs two layers and positions.
     """
 
+    LEAST: ClassVar = {"length": 8, "num_values": 2}
     length: int = 128
     num_values: int = 16
     num_keys: int | None = None
@@ -39,17 +43,13 @@ class TokenRetrievalConfig(TaskConfig):
     def check(self) -> None:
         super().check()
         check_choice("layout", self.layout, LAYOUTS)
-        self.length = check_count("length", self.length, 8)
-        self.num_values = check_count("num_values", self.num_values, 2)
         if self.length % 4:
             raise ValueError(f"`length` must be a multiple of 4, got {self.length}.")
-        if self.num_keys is None:
-            self.num_keys = self.num_records
-        self.num_keys = check_count("num_keys", self.num_keys, 1)
+        self.num_keys = check_count("num_keys", self.num_records if self.num_keys is None else self.num_keys, 1)
         if self.num_keys < self.num_records:
             raise ValueError(
                 f"a row has {self.num_records} records with distinct keys, more than num_keys={self.num_keys}: give more "
-                "keys or a smaller length."
+                "keys or a smaller `length`."
             )
 
 
@@ -63,11 +63,13 @@ class TokenRetrieval(TaskBuilder):
         *(TokenRetrievalConfig(length=length, layout="pairs") for length in (32, 64, 128, 256, 512)),
     ]
     DEFAULT_CONFIG_NAME = "n128"
+    metrics = (TokenAccuracy, SequenceAccuracy)
+    baselines = staticmethod(class_baselines)
     LABELS = (
         "The first half of a row holds records with distinct random keys and independent uniform values, the second half "
-        "queries, each the key of a record of the row, drawn uniformly. Id 0 is padding; then come the keys, as queries (and "
-        "as the first half of a pair), then one id for each key and value (joint) or one for each value (pairs). `labels` "
-        "are the value of the asked key at queries, and -100, which losses leave out, elsewhere."
+        "queries, each the key of a record of the row, drawn uniformly. Id 0 is padding. The next ids are the keys, as queries "
+        "(and as the first half of a pair), then one id for each key and value (joint) or one for each value (pairs). "
+        "`labels` are the value of the asked key at queries, and elsewhere -100, which losses ignore."
     )
 
     def columns(self):

@@ -15,6 +15,8 @@ from transformers import HfArgumentParser
 
 
 CONFIG_FILES = (".yaml", ".yml")
+NULL = "tag:yaml.org,2002:null"
+LONGEST_ERROR = 1000
 # what may change between a run and its continuation: none of these changes a weight
 FREE = ("output_dir", "resume", "stop_at", "save_every", "expect_processes", "report_to", "push_to")
 
@@ -95,9 +97,8 @@ def parse_arguments(
 ) -> Arguments:
     """Fill a dataclass from `script.py --name value ...`, or from `script.py config.yaml --name value ...`.
 
-    A YAML file is read as if its lines stood on the command line before the rest: the same types and checks (`1e-3`, which
-    YAML takes for a text, is a number), and what follows on the command line wins. Bad input ends the process with code 2
-    and one line.
+    A YAML file is read as if its lines stood on the command line before the rest: the same types and checks (`010` is 10, and
+    `1e-3` is a number), and what follows on the command line wins. Bad input ends the process with code 2 and one line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = ScriptParser(
@@ -120,34 +121,39 @@ def parse_arguments(
 
 
 def file_arguments(file: str, parser: ScriptParser, known: dict[str, Any]) -> list[str]:
-    """The lines of a YAML file as command-line arguments."""
+    """The lines of a YAML file as command-line arguments. Values stay the text that the file has, as on a command line."""
+    if Path(file).exists() and not Path(file).is_file():  # opening a named pipe would wait for ever
+        parser.error(f"{file} cannot be read: it is not a regular file.")
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        values, tree = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except RecursionError:
+        parser.error(f"{file} cannot be read: it is nested too deeply.")
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         parser.error(f"{file} cannot be read: {' '.join(str(error).split())}.")
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        parser.error(f"{file} must hold lines `name: value`, got a {type(values).__name__}.")
-    # a mapping keeps the last of several, without a word
-    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
-    if twice := [name for name in names if names.count(name) > 1]:
-        parser.error(f"{file}: {twice[0]} stands there twice.")
+    if tree is None:
+        return []
+    if not isinstance(tree, yaml.MappingNode):
+        parser.error(f"{file} must hold lines `name: value`, got a {tree.id}.")
     found: list[str] = []
-    for name, value in values.items():
-        if name not in known:
-            parser.error(f"{file}: unknown key {name!r}{did_you_mean(str(name), known)}")
-        if value is None:
+    seen: set[str] = set()
+    for key, node in tree.value:
+        name = key.value
+        if not isinstance(key, yaml.ScalarNode) or name not in known:
+            parser.error(f"{file}: unknown key {name!r:.80}{did_you_mean(str(name), known)}")
+        if name in seen:
+            parser.error(f"{file}: {name} is given twice.")
+        seen.add(name)
+        values = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not all(isinstance(value, yaml.ScalarNode) for value in values):
+            parser.error(f"{file}: {name} takes one value or a list of values, got a {node.id}.")
+        if isinstance(node, yaml.SequenceNode):
+            found += [f"--{name}", *(value.value for value in values)]
+        elif node.tag == NULL:
             if type(None) not in getattr(known[name].type, "__args__", ()) and known[name].default is not None:
                 parser.error(f"{file}: {name} must have a value.")
             parser.set_defaults(**{name: None})
-        elif isinstance(value, dict):
-            parser.error(f"{file}: {name} takes one value, got a mapping.")
-        elif isinstance(value, list):
-            found += [f"--{name}", *map(str, value)]
         else:
-            found.append(f"--{name}={value}")
+            found.append(f"--{name}={node.value}")
     return found
 
 
@@ -170,7 +176,9 @@ def refuse(message: str) -> NoReturn:
     """End this process with code 2 and one line that says why."""
     rank = os.environ.get("RANK", "0")
     # all of several processes speak, as what is wrong may be wrong in one of them only
-    sys.stderr.write(("" if rank == "0" else f"[process {rank}] ") + " ".join(message.split()) + "\n")
+    line = " ".join(message.split())
+    line = line if len(line) < LONGEST_ERROR else f"{line[:LONGEST_ERROR]} ..."
+    sys.stderr.write(("" if rank == "0" else f"[process {rank}] ") + line + "\n")
     sys.stderr.flush()
     sys.exit(2)
 

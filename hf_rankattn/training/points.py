@@ -12,10 +12,7 @@ from ..models import (
     RankEncoderForTokenClassification,
     equal_budget_grid,
 )
-from ..tasks.baselines import task_baselines
-from ..tasks.building import TaskBuilder
-from ..tasks.loading import load_stream, task_builder
-from ..tasks.stream import start_at
+from ..tasks import TaskBuilder, load_stream, start_at, task_baselines, task_builder
 from .arguments import RunArguments
 
 

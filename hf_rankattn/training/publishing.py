@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from ..sharing import card_of, export_model, push_to_hub
+from ..hub.sharing import card_of, export_model, push_to_hub
 from .arguments import check_seeds
 
 

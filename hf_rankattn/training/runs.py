@@ -1,19 +1,25 @@
-"""Training runs that can be stopped, killed and gone on with: a folder, its settings, and checkpoints that are whole."""
+"""Training runs that can be stopped, killed and resumed: a folder, its settings, whole checkpoints, finite losses."""
 
 import csv
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
-from ..processes import on_cpu, process_state
-from .arguments import RunArguments
+from .arguments import RunArguments, refusals
+from .processes import on_cpu, process_state
 
 
 SETTINGS = "run.json"
@@ -115,7 +121,30 @@ def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | 
     for path, complete in checkpoints.items():
         if not complete:
             shutil.rmtree(path)
-    return max((path for path, complete in checkpoints.items() if complete), key=step_of, default=None)
+    last = max((path for path, complete in checkpoints.items() if complete), key=step_of, default=None)
+    if last is not None:
+        try:
+            check_checkpoint(last)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Delete {last} to resume from the checkpoint before it, if there is one."
+            ) from error
+    return last
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise a ValueError if a file of a checkpoint is cut off. No pickle is opened."""
+    for path in sorted(checkpoint.iterdir()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix in (".bin", ".pkl", ".pt", ".pth") and not zipfile.is_zipfile(path):
+                raise ValueError("it is not a file of torch.save")
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error}).") from error
 
 
 def check_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -124,6 +153,10 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
         there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / SETTINGS} cannot be read: {error}.") from error
+    if not isinstance(there, dict):
+        raise ValueError(
+            f"{folder / SETTINGS} must hold the settings of a run, got {there!r:.80}: choose another --output_dir."
+        )
     names = dict.fromkeys([*there, *settings])
     differ = [
         f"{name} is {settings.get(name)!r} here and {there.get(name)!r} there"
@@ -156,11 +189,38 @@ def drop_checkpoints(run: Run, keep: int) -> None:
             shutil.rmtree(path)
 
 
-class RunCallback(TrainerCallback):
-    """Marks the checkpoints of `Trainer` as whole, and stops where the arguments say."""
+def check_finite(values: Mapping[str, float], step: int) -> None:
+    """Raise a ValueError if one of the values, such as a loss, is NaN or infinite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(
+                f"training diverged: {name} is {value} at step {step}. No model is written; try a lower learning rate."
+            )
+
+
+def check_weights(model: nn.Module, step: int) -> None:
+    """Raise a ValueError if a weight is NaN or infinite: the loss of the last step does not show what that step did."""
+    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    check_finite(dict.fromkeys(broken, math.nan), step)
+
+
+class FiniteLosses(TrainerCallback):
+    """Stops training with a ValueError at a loss that is not finite. `TrainingArguments` must not filter such losses."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        losses = {name: value for name, value in (logs or {}).items() if name.endswith("loss")}
+        check_finite(losses, state.global_step)
+
+
+class RunCallback(FiniteLosses):
+    """Marks the checkpoints of `Trainer` as whole, stops where the arguments say, and refuses losses that are not finite."""
 
     def __init__(self, arguments: RunArguments):
         self.stop_at = arguments.stop_at
+
+    def on_log(self, *args, **kwargs):
+        with refusals():
+            super().on_log(*args, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.stop_at:
@@ -181,6 +241,7 @@ def training_arguments(arguments: RunArguments, run: Run) -> dict[str, Any]:
         "seed": arguments.seed,
         "data_seed": arguments.data_seed,
         "logging_steps": arguments.log_every,
+        "logging_nan_inf_filter": False,
         "save_steps": arguments.save_every,
         # two, as one may still be in the writing when a run is killed
         "save_total_limit": 2,
@@ -191,14 +252,21 @@ def training_arguments(arguments: RunArguments, run: Run) -> dict[str, Any]:
     }
 
 
+def train_from(trainer: Trainer, checkpoint: Path | None) -> None:
+    """Train from the beginning or from a checkpoint. Nothing is trained if the checkpoint is that of the last step."""
+    if checkpoint is None or step_of(checkpoint) < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        return
+    # Trainer would train one step more
+    trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    model: Any = trainer.model
+    model.load_state_dict(type(model).from_pretrained(checkpoint, use_safetensors=True).state_dict())
+
+
 def train(trainer: Trainer, run: Run) -> bool:
     """Train from the beginning or from the checkpoint of the run; returns whether all steps are done."""
-    if run.checkpoint is None or run.step < trainer.args.max_steps:
-        trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
-    else:
-        # Trainer would train one step more
-        trainer.state = TrainerState.load_from_json(str(run.checkpoint / "trainer_state.json"))
-        model: Any = trainer.model
-        model.load_state_dict(type(model).from_pretrained(run.checkpoint, use_safetensors=True).state_dict())
+    train_from(trainer, run.checkpoint)
     run.write_history(trainer.state.log_history)
+    with refusals():
+        check_weights(cast(nn.Module, trainer.model), trainer.state.global_step)
     return trainer.state.global_step >= trainer.args.max_steps

@@ -18,12 +18,13 @@ from transformers import (
 )
 
 from .. import models
-from ..processes import process_state
-from ..tasks.metrics import TokenAccuracy
-from ..texts import package_text
-from ..texts.key_value import VALUES, key_value_rows
-from ..texts.word_order import LABELS, word_order_rows
+from ..files.checkpoints import data_source
+from ..files.texts import package_text
+from ..files.texts.key_value import VALUES, key_value_rows
+from ..files.texts.word_order import LABELS, word_order_rows
+from ..tasks import TokenAccuracy
 from .arguments import RunArguments
+from .processes import process_state
 from .runs import Run, RunCallback, training_arguments
 
 
@@ -101,7 +102,7 @@ def rows_of(parts: list[list[dict[str, str | int]]]) -> tuple[datasets.Dataset, 
 
 def stored_data(name: str, arguments: TextArguments) -> TextData:
     try:
-        splits = datasets.load_dataset(name, arguments.dataset_config)
+        splits = datasets.load_dataset(data_source(name), arguments.dataset_config)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"--dataset {name} cannot be loaded: {error}") from error
     held_out = next((split for split in ("test", "validation") if split in splits), None)

@@ -9,10 +9,10 @@ Rng = np.random.Generator
 
 
 def random_generator(seed: int, *keys: int | str) -> Rng:
-    """A generator of its own for each seed and each place in the data, however many processes draw.
+    """A separate generator for each seed and each place in the data, whatever the number of processes.
 
-    Keys are mixed by `numpy.random.SeedSequence`, so neighbouring seeds share nothing. SFC64 draws normals a
-    tenth faster than numpy's default.
+    `numpy.random.SeedSequence` mixes the keys, so neighbouring seeds share nothing. SFC64 draws normals a tenth faster than
+    numpy's default.
 
     >>> a, b = random_generator(0, "train", 1), random_generator(1, "train", 0)
     >>> bool(a.random() == b.random())
@@ -32,8 +32,7 @@ def unit_vectors(rng: Rng, rows: int, count: int, dim: int) -> np.ndarray:
 def orthonormal_vectors(rng: Rng, rows: int, count: int, dim: int) -> np.ndarray:
     """(rows, count, dim): in each row `count` orthonormal vectors, rotation invariant (Haar).
 
-    The Q of a Gaussian matrix is not Haar as LAPACK returns it, since the signs of R are LAPACK's choice; making the
-    diagonal of R positive repairs it.
+    LAPACK chooses the signs of R, so the Q of a Gaussian matrix is Haar only after the diagonal of R is made positive.
     """
     q, r = np.linalg.qr(rng.standard_normal((rows, dim, count)))
     signs = np.sign(np.einsum("rnn->rn", r))

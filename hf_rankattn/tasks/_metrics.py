@@ -1,8 +1,4 @@
-"""Metrics as classes to import and instantiate, which `evaluate` runs without a network."""
-
-from collections.abc import Callable
-from itertools import combinations
-from typing import Any
+"""Metrics as classes to import and instantiate: `evaluate` needs no network for them."""
 
 import evaluate
 import numpy as np
@@ -52,9 +48,8 @@ def paired(predictions: list, references: list) -> list[tuple[np.ndarray, np.nda
 
 
 def labelled(predictions: list, references: list) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Rows without the tokens that are labelled -100, and without the rows that have no others."""
-    kept = [(p[r != IGNORED], r[r != IGNORED]) for p, r in paired(predictions, references)]
-    kept = [(prediction, reference) for prediction, reference in kept if len(reference)]
+    """Rows without the tokens that are labelled -100; rows without any other label are left out."""
+    kept = [(p[r != IGNORED], r[r != IGNORED]) for p, r in paired(predictions, references) if (r != IGNORED).any()]
     if not kept:
         raise ValueError(f"all tokens are labelled {IGNORED}: there is nothing to compare.")
     return kept
@@ -97,9 +92,8 @@ class NeighborAccuracy(TaskMetric):
 
 
 def nearest(vectors: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """For each of (m, d) vectors the nearest of (n, d) candidates."""
-    distances = np.square(candidates).sum(-1) - 2 * vectors @ candidates.T
-    return distances.argmin(-1)
+    """For each of (m, d) vectors the index of the nearest of (n, d) candidates."""
+    return (np.square(candidates).sum(-1) - 2 * vectors @ candidates.T).argmin(-1)
 
 
 class TokenAccuracy(TaskMetric):
@@ -126,77 +120,3 @@ class SequenceAccuracy(TaskMetric):
     def measure(predictions, references) -> dict[str, float]:
         right = [np.array_equal(p, r) for p, r in labelled(predictions, references)]
         return {"sequence_accuracy": float(np.mean(right))}
-
-
-class InvertedPairs(TaskMetric):
-    """Share of the pairs of positions that the prediction orders the other way round than the reference: 0 for the right
-    order, 1 for its reverse where all values differ. A constant prediction inverts nothing, so read it with an accuracy.
-
-    >>> InvertedPairs().compute(predictions=[[1, 0, 2]], references=[[0, 1, 2]])["inverted_pairs"]
-    0.3333333333333333
-    """
-
-    @staticmethod
-    def measure(predictions, references) -> dict[str, float]:
-        inverted = total = 0
-        for prediction, reference in labelled(predictions, references):
-            first, second = np.array(list(combinations(range(len(reference)), 2)), dtype=int).reshape(-1, 2).T
-            orders = [np.sign(values[second] - values[first]) for values in (prediction, reference)]
-            inverted += int((orders[0] * orders[1] < 0).sum())
-            total += len(first)
-        return {"inverted_pairs": inverted / max(1, total)}
-
-
-class HullVertexF1(TaskMetric):
-    """F1 of class 1, the vertices, over all points; 0 where no vertex is predicted and there are some.
-
-    >>> HullVertexF1().compute(predictions=[[1, 1, 0]], references=[[1, 0, 0]])["hull_vertex_f1"]
-    0.6666666666666666
-    """
-
-    @staticmethod
-    def measure(predictions, references) -> dict[str, float]:
-        pairs = labelled(predictions, references)
-        prediction, reference = (np.concatenate(part) == 1 for part in zip(*pairs, strict=True))
-        both = 2 * int((prediction & reference).sum())
-        either = int(prediction.sum() + reference.sum())
-        return {"hull_vertex_f1": both / either if either else 1.0}
-
-
-METRICS: dict[str, tuple[type[TaskMetric], ...]] = {
-    "farthest_neighbor": (NeighborError, NeighborAccuracy),
-    "nearest_neighbor": (NeighborError, NeighborAccuracy),
-    "biased_nearest_neighbor": (NeighborError, NeighborAccuracy),
-    "sorting": (TokenAccuracy, SequenceAccuracy, InvertedPairs),
-    "convex_hull": (TokenAccuracy, SequenceAccuracy, HullVertexF1),
-    "memorization": (TokenAccuracy, SequenceAccuracy),
-    "circle": (NeighborError,),
-    "token_retrieval": (TokenAccuracy, SequenceAccuracy),
-}
-
-
-def score(task: str, predictions: Any, references: Any, points: Any = None) -> dict[str, float]:
-    """All metrics of a task; those that need the `points` are left out where there are none."""
-    found: dict[str, float] = {}
-    for metric in METRICS[task]:
-        more = {"points": points} if metric.more_inputs else {}
-        if not more or points is not None:
-            found |= metric.measure(predictions, references, **more)
-    return found
-
-
-def trainer_metrics(task: str) -> Callable[[Any], dict[str, float]]:
-    """A `compute_metrics` for `Trainer`: the metrics of a task, from the logits or the vectors that a model predicts.
-
-    The accuracy of neighbours needs the points, which `Trainer` passes on with `include_for_metrics=["inputs"]`.
-    """
-    if task not in METRICS:
-        raise ValueError(f"there is no task {task!r}; the tasks are {', '.join(METRICS)}.")
-
-    def compute_metrics(evaluated: Any) -> dict[str, float]:
-        predictions, references = np.asarray(evaluated.predictions), np.asarray(evaluated.label_ids)
-        if predictions.ndim > references.ndim:
-            predictions = predictions.argmax(-1)
-        return score(task, predictions, references, getattr(evaluated, "inputs", None))
-
-    return compute_metrics

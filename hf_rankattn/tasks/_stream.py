@@ -1,4 +1,4 @@
-"""The endless stream: a train split that goes on."""
+"""Endless streams of rows: one row at a time as a `datasets` stream, or in whole batches."""
 
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
@@ -10,19 +10,18 @@ import numpy as np
 import torch
 from datasets.iterable_dataset import _BaseExamplesIterable
 
-from .building import TaskBuilder
+from ._building import TaskBuilder
 
 
-# Into this many parts the stream can be split: a number that the usual counts of nodes and workers divide, as datasets
-# hands whole shards to nodes only then, and otherwise lets each node draw all rows and drop those of the others.
+# The number of parts that the stream can be split into: a multiple of the usual counts of nodes and workers. datasets gives
+# whole shards to nodes only for such a multiple; otherwise each node draws all rows and drops those of the others.
 STREAM_SHARDS = 2**10 * 3**2 * 5 * 7
 
 
 class FreshExamples(_BaseExamplesIterable):
     """Blocks `first`, `first + step`, `first + 2 step`, ... of a split, without end, row by row as tensors.
 
-    Splitting by node or by worker widens the step, so nobody draws what another one yields, and the place in the stream is
-    one number.
+    Splitting by node or by worker widens the step, so no row is drawn twice, and the position in the stream is one number.
     """
 
     def __init__(self, builder: TaskBuilder, split: str):
@@ -31,21 +30,20 @@ class FreshExamples(_BaseExamplesIterable):
         self.split = split
         self.first, self.step = 0, 1
         self.keys: tuple[int, ...] = ()
-        self._sleep_on_threads_shutdown = False  # datasets asks for it where streams are interleaved
+        self._sleep_on_threads_shutdown = False  # datasets reads it when streams are interleaved
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        # iterating over datasets' own tables row by row costs more than drawing: tensors are cut from the block instead
+        # datasets' own row-by-row iteration over tables costs more than drawing, so tensors are cut from the block
         state: dict[str, Any] = self._state_dict or self._init_state_dict()
         size = self.builder.block_rows
         while True:
             turn, done = divmod(state["row"], size)
             number = self.first + turn * self.step
             block = self.builder.block(self.split, number, keys=self.keys)
-            names = list(block)
             columns = (torch.from_numpy(array)[done:].unbind() for array in block.values())
             for key, row in enumerate(zip(*columns, strict=True), start=number * size + done):
                 state["row"] += 1
-                yield key, dict(zip(names, row, strict=True))
+                yield key, dict(zip(block, row, strict=True))
 
     def _init_state_dict(self) -> dict:
         self._state_dict = {"row": 0, "type": type(self).__name__}
@@ -69,7 +67,7 @@ class FreshExamples(_BaseExamplesIterable):
         return part
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "FreshExamples":
-        """Another stream, chosen by the generator: `set_epoch(n)` and `shuffle(seed)` of datasets come here."""
+        """Another stream, chosen by the generator: `set_epoch(n)` and `shuffle(seed)` of datasets call this."""
         other = copy(self)
         other.keys = (*self.keys, *(int(word) for word in deepcopy(generator).integers(2**32, size=2)))
         return other
@@ -79,23 +77,23 @@ class FreshExamples(_BaseExamplesIterable):
 
 
 def fresh_stream(builder: TaskBuilder, split: str) -> datasets.IterableDataset:
-    """The rows of a split, and then fresh ones for ever."""
+    """The rows of a split, followed by new ones without end."""
     return datasets.IterableDataset(FreshExamples(builder, split), info=builder.info, split=datasets.NamedSplit(split))
 
 
 class BatchStream(torch.utils.data.IterableDataset):
-    """The rows of the endless train split as whole batches, cut from its blocks, for a `DataLoader(..., batch_size=None)`.
+    """The rows of the endless train split in whole batches, cut from its blocks, for a `DataLoader(..., batch_size=None)`.
 
-    Collating rows one by one costs as much as a step of a small model. Batch b holds rows b * batch_size and on, of which
-    each process takes its own part, so that a number of processes trains on the batches of one. Any batch can be the first:
-    a resumed run skips nothing by drawing it.
+    Collating single rows costs as much time as a step of a small model. Batch b holds the rows from b * batch_size on, and
+    each process takes its own part of it, so several processes train on the same batches as one. Iteration can start at any
+    batch without drawing those before it.
 
     Args:
         builder ([`TaskBuilder`]): The task.
         batch_size (`int`): Rows of a batch, of all processes together.
         first (`Callable`, *optional*): Called when iteration begins; returns the number of the first batch.
-        replay (`int`, *optional*): Come back to the first batch after so many, for ever; without it, no row is seen twice.
-        process, processes (`int`, *optional*): Which of how many processes this is.
+        replay (`int`, *optional*): Start again at the first batch after this many; without it, no row is repeated.
+        process, processes (`int`, *optional*): The number of this process, and of all processes.
     """
 
     def __init__(
@@ -124,19 +122,16 @@ class BatchStream(torch.utils.data.IterableDataset):
             while row < stop:
                 if row // size != number:
                     number = row // size
-                    block = {
-                        name: torch.from_numpy(array) for name, array in self.builder.block("train", number).items()
-                    }
-                upto = min(stop, (number + 1) * size)
-                pieces.append(
-                    {name: column[row - number * size : upto - number * size] for name, column in block.items()}
-                )
-                row = upto
+                    arrays = self.builder.block("train", number)
+                    block = {name: torch.from_numpy(array) for name, array in arrays.items()}
+                end = min(stop, (number + 1) * size)
+                pieces.append({name: column[row % size :][: end - row] for name, column in block.items()})
+                row = end
             yield {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def start_at(stream: datasets.IterableDataset, row: int) -> datasets.IterableDataset:
-    """Let an endless stream go on at one of its rows, at once: nothing before it is drawn.
+    """Move an endless stream to one of its rows without drawing the rows before it.
 
     >>> from hf_rankattn import load_task
     >>> stream = load_task("farthest_neighbor", "train", streaming=True, dim=4, num_points=3)
@@ -146,9 +141,7 @@ def start_at(stream: datasets.IterableDataset, row: int) -> datasets.IterableDat
     """
     state = stream.state_dict()
     if state["examples_iterable"].get("type") != FreshExamples.__name__:
-        raise ValueError(
-            "only an endless stream, as load_task(..., 'train', streaming=True) gives it, starts at any row."
-        )
+        raise ValueError("only an endless stream, load_task(..., 'train', streaming=True), can start at any row.")
     state["examples_iterable"]["row"] = row
     stream.load_state_dict(state)
     return stream

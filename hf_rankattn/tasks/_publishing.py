@@ -1,30 +1,32 @@
-"""Tasks as Parquet files with a card, which `datasets.load_dataset` reads without this package."""
+"""Tasks as Parquet files with a card; `datasets.load_dataset` reads them without this package."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError, HTTPError
 
-from ..folders import check_replaceable, fresh_folder
-from ..report.cards import dataset_card
-from .baselines import task_baselines
-from .building import TaskBuilder
-from .loading import task_builder
+from ..files.atomic import check_replaceable, fresh_folder
+from ..files.checkpoints import one_line
+from ..hub.cards import dataset_card
+from ._baselines import task_baselines
+from ._building import TaskBuilder
+from ._loading import task_builder
 
 
 FILE_BYTES = 500_000_000
-# what a folder must hold to be replaced
+# a folder must hold this file with this word to be replaced
 MARK = {"marker": "README.md", "what": "data of a task", "word": "rank-attention-task"}
 
 
 @dataclass
 class MadeData:
-    """What [`make_data`] wrote: a folder, the rows of each split of each config, and the baselines on its card."""
+    """The result of [`make_data`]: a folder, the rows of each split of each config, and the baselines on its card."""
 
     folder: str
     rows: dict[str, dict[str, int]]
@@ -43,39 +45,36 @@ def make_data(
     progress: Callable[[int], Any] = lambda rows: None,
     **parameters: Any,
 ) -> MadeData:
-    """Write a task as Parquet with a dataset card, all or nothing.
+    """Write a task as Parquet with a dataset card, in one atomic step.
 
     Args:
         task (`str`): Name of the task.
-        folder: Where to write. It must not exist, unless `overwrite` is given; then it is replaced at the end.
-        configs (`Sequence[str]`, *optional*): Named configs, which become configs of the dataset; the default one otherwise.
-        push (`str`, *optional*): A dataset repository of the Hub to send the same to.
+        folder: The folder to write. It must not exist, unless `overwrite` is given; then it is replaced at the end.
+        configs (`Sequence[str]`, *optional*): Named configs, which become configs of the dataset; by default the main one.
+        push (`str`, *optional*): A dataset repository of the Hub that also gets the files.
         overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder of such data may be replaced.
         license (`str`, *optional*): Licence of the data, for the card.
-        progress (*optional*): Called with the number of rows whenever some were written.
-        **parameters: Parameters of the task, over those of the configs.
+        progress (*optional*): Called with the number of new rows after each write.
+        **parameters: Parameters of the task that replace those of the configs.
     """
     folder = Path(folder).resolve()
     check_replaceable(folder, overwrite, **MARK)
-    builders = [task_builder(task, config, **parameters) for config in (configs or (None,))]
+    with TemporaryDirectory() as cache:  # a builder makes a folder for its cache, and nothing is cached here
+        builders = [task_builder(task, config, cache_dir=cache, **parameters) for config in (configs or (None,))]
     names = [builder.config.name for builder in builders]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"two of the configs come out as {min(repeated)!r}: write them to folders of their own.")
+        raise ValueError(f"two of the configs have the same name {min(repeated)!r}: write them to separate folders.")
     repo = open_repository(push, names) if push else None
     with fresh_folder(folder, overwrite, **MARK) as staging:
         baselines = {builder.config.name: task_baselines(builder) for builder in builders}
         infos = [write_parquet(builder, staging, progress) for builder in builders]
-        card = card_of(builders, infos, baselines, repo or folder.name, license)
-        card.save(staging / "README.md")
+        card_of(builders, infos, baselines, repo or folder.name, license).save(staging / "README.md")
     rows = {builder.config.name: builder.split_sizes() for builder in builders}
-    made = MadeData(str(folder), rows, baselines)
-    if repo:
-        made.pushed = upload(folder, repo, names)
-    return made
+    return MadeData(str(folder), rows, baselines, upload(folder, repo, names) if repo else None)
 
 
 def write_parquet(builder: TaskBuilder, folder: Path, progress: Callable[[int], Any]) -> datasets.DatasetInfo:
-    """Write the splits of one config to a folder of its name, in the way the Hub names files; return what is in it."""
+    """Write the splits of one config to a folder of its name, with the Hub's file names; return its info."""
     info = builder.info.copy()
     info.config_name = builder.config.name
     info.splits = datasets.SplitDict(dataset_name=builder.dataset_name)
@@ -99,17 +98,13 @@ def write_parquet(builder: TaskBuilder, folder: Path, progress: Callable[[int], 
 
 
 def open_parquet(path: Path, builder: TaskBuilder) -> pq.ParquetWriter:
-    """Dictionaries, Parquet's default, make files of random floats larger than their numbers; splitting their bytes does not."""
+    """Split the bytes of floats: dictionaries, Parquet's default, make files of random floats larger."""
     floats = [name for name, feature in builder.columns().items() if isinstance(feature, datasets.Array2D)]
-    leaves = [f"{name}.list.element.list.element" for name in floats]
-    others = [f"{name}.list.element" for name in builder.columns() if name not in floats]
-    return pq.ParquetWriter(
-        path,
-        builder.info.features.arrow_schema,
-        compression="zstd",
-        use_dictionary=others,
-        use_byte_stream_split=leaves,
-    )
+    encoding = {
+        "use_dictionary": [f"{name}.list.element" for name in builder.columns() if name not in floats],
+        "use_byte_stream_split": [f"{name}.list.element.list.element" for name in floats],
+    }
+    return pq.ParquetWriter(path, builder.info.features.arrow_schema, compression="zstd", **encoding)
 
 
 def card_of(
@@ -142,19 +137,19 @@ def card_of(
 
 
 def shown_parameters(builder: TaskBuilder) -> dict[str, Any]:
-    """Parameters that can be typed again; a text given by its owner is not repeated."""
+    """Parameters of simple types; the card does not repeat the user's text."""
     values = {name: getattr(builder.config, name) for name in builder.config.parameters()}
     return {name: value for name, value in values.items() if isinstance(value, str | int | float) and name != "texts"}
 
 
 def described(feature: Any) -> str:
-    if hasattr(feature, "shape"):
+    if isinstance(feature, datasets.Array2D):
         return f"{feature.dtype}, {' x '.join(map(str, feature.shape))}"
     return f"{feature.feature.dtype}, {feature.length}"
 
 
 def open_repository(repo: str, names: list[str]) -> str:
-    """Make sure, before anything is drawn, that the repository can be written and that nothing in it would be orphaned."""
+    """Check, before anything is drawn, that the repository can be written and that the new card hides no other config."""
     if constants.is_offline_mode():
         raise ValueError(f"nothing can be pushed to {repo!r} while HF_HUB_OFFLINE is set.")
     api = HfApi()
@@ -163,24 +158,26 @@ def open_repository(repo: str, names: list[str]) -> str:
         if not api.file_exists(repo, "README.md", repo_type="dataset"):
             return repo
         path = api.hf_hub_download(repo, "README.md", repo_type="dataset")
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"{repo!r} cannot be written: {str(error).splitlines()[0]}") from error
+    except (HTTPError, HFValidationError) as error:
+        raise ValueError(f"{repo!r} cannot be written: {one_line(error)}") from error
     held = DatasetCard.load(path, ignore_metadata_errors=True).data.get("configs") or []
-    others = [entry["config_name"] for entry in held if entry["config_name"] not in names]
-    if others:
+    if others := [entry["config_name"] for entry in held if entry["config_name"] not in names]:
         raise ValueError(
-            f"{repo} has other configs, which a new card would hide: {', '.join(others)}. Make them together with yours, or "
+            f"{repo} has other configs, which a new card would hide: {', '.join(others)}. Write all of them in one call, or "
             "push to another repository."
         )
     return repo
 
 
 def upload(folder: Path, repo: str, names: list[str]) -> str:
-    commit = HfApi().upload_folder(
-        repo_id=repo,
-        repo_type="dataset",
-        folder_path=folder,
-        commit_message=f"Upload {', '.join(names)}",
-        delete_patterns=[f"{name}/*" for name in names],  # shards of an earlier version, if it had more
-    )
+    try:
+        commit = HfApi().upload_folder(
+            repo_id=repo,
+            repo_type="dataset",
+            folder_path=folder,
+            commit_message=f"Upload {', '.join(names)}",
+            delete_patterns=[f"{name}/*" for name in names],  # an earlier version may have more shards
+        )
+    except HTTPError as error:
+        raise ValueError(f"{folder} is written, but could not be uploaded to {repo!r}: {one_line(error)}") from error
     return str(commit)
