@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..folders import staged
+from ..files.atomic import staged
 
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def claims_grid(claims: Sequence[Mapping[str, Any]], caption: str = "") -> Grid:
     for claim in claims:
         verdict = claim["verdict"] + (f": {claim['why']}" if claim.get("why") else "")
         rows.append([claim["claim"], claim["measured"], claim["published"] or "-", claim["source"], verdict])
-    return Grid(["claim", "here", "published", "source", "holds"], rows, caption)
+    return Grid(["claim", "here", "published", "source", "verdict"], rows, caption)
 
 
 def png_picture(data: bytes, alt: str, caption: str = "", wide: bool = True) -> Picture:

@@ -1,7 +1,7 @@
 """Tables to figures; nothing here knows a model."""
 
 import math
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,18 @@ VARIANTS = {
     "san+mlp": ("attention + MLPs", "-.", "^", "#b9770e"),
     "san": ("attention alone", ":", "D", "#922b21"),
 }
+# marker, line and colour of curves that share a panel: they differ in a grey print, too
+STYLES = (
+    ("o", "-", "#1b4f72"),
+    ("s", "--", "#b9770e"),
+    ("^", "-.", "#922b21"),
+    ("D", ":", "#117a65"),
+    ("v", "-", "#6c3483"),
+    ("P", "--", "#424949"),
+    ("X", "-.", "#a04000"),
+)
 PUBLISHED_NAMES = {"bert": "bert-base-cased", "albert": "albert-base-v2", "xlnet": "xlnet-base-cased"}
+PUBLISHED_FLOOR = 5e-7  # published residuals below it are rounding of float32
 PANELS = 24
 
 
@@ -32,19 +43,25 @@ def new_figure(rows: int, columns: int, width: float, height: float, **kwargs) -
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
+def literal(text: str) -> str:
+    """A name for a figure: control characters are escaped, and so is `$`, which starts mathematics in matplotlib."""
+    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return printable.replace("$", r"\$")
+
+
 def published_table(name: str) -> pd.DataFrame:
-    """Values read off a published figure; a column `partly_hidden` marks those that others lie over."""
-    with (files(__package__) / "published" / f"{name}.csv").open() as file:
-        return pd.read_csv(file)
+    """Values read from a published figure; the column `partly_hidden` marks points that other curves cover in part."""
+    return pd.read_csv(next(Path(__file__).parent.parent.glob(f"**/published/{name}.csv")))
 
 
 def published_residuals(model_type: str, random_init: bool) -> pd.DataFrame:
     """The published curves of a family, `variant, layer, value`: empty where there are none.
 
-    Read from the vector paths of the figures of Dong, Cordonnier and Loukas (2021). Values at the float32 floor are left
-    out, as they say nothing of a model.
+    The means over 32 texts in the figures of Dong, Cordonnier and Loukas (2021), read from the vector paths of their PDF
+    files to 1e-8. Values below [`PUBLISHED_FLOOR`] are left out; `published_table("residuals")` has them.
     """
     table = published_table("residuals")
+    table = table[table.value > PUBLISHED_FLOOR]
     family = model_type.removeprefix("rank_")
     weights = "init" if random_init else "pretrained"
     return table[(table.model == family) & (table.weights == weights)][["variant", "layer", "value"]]
@@ -89,7 +106,7 @@ def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
             zorder=0,
             label="within ten times the precision floor:\nequal for all we can tell",
         )
-    axis.set_title(f"Do tokens stay apart? {facts['title']}", fontsize=11)
+    axis.set_title(f"Do tokens stay apart? {literal(facts['title'])}", fontsize=11)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
     axis.legend(
@@ -155,7 +172,7 @@ def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
                 -0.15, value, name, ha="right", va="center", fontsize=7, transform=bar.ax.get_yaxis_transform()
             )
     past = "their past" if causal else "all tokens"
-    figure.suptitle(f"How much rank do the attention maps have? {facts['title']}", fontsize=11)
+    figure.suptitle(f"How much rank do the attention maps have? {literal(facts['title'])}", fontsize=11)
     figure.supxlabel(
         f"n = {n:.0f} tokens (mean). Solid line: {law}.\nDashed line: content-free, rows that spread evenly over {past}.",
         fontsize=8,
@@ -203,7 +220,7 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     handles, labels = axes.flat[0].get_legend_handles_labels()
     title = "thin lines: single heads; grey line: 90 %"
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, title=title, title_fontsize=8)
-    figure.suptitle(f"How much query-key rank is used? {facts['title']}", fontsize=11)
+    figure.suptitle(f"How much query-key rank is used? {literal(facts['title'])}", fontsize=11)
     for axis in axes[-1]:
         axis.set_xlabel("components kept")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,15 +1,16 @@
 """Folders of results to one page: those of `rankattn reproduce`, of `rankattn measure`, and folders of such folders."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from ..experiments.runner import EXPERIMENTS, SCALES
 from .html import Grid, Section, claims_grid, png_picture, render_page
 from .summary import findings
+from .verdicts import count_verdicts
 
 
 MANIFEST, CLAIMS, TABLE = "experiment.json", "claims.json", "table.parquet"
@@ -76,6 +77,8 @@ def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
 
 def read_json(path: Path) -> Any:
     try:
+        if not path.is_file():  # opening a named pipe would wait for ever
+            raise ValueError("it is not a regular file.")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
@@ -103,24 +106,24 @@ def read_claims(path: Path) -> list[Mapping[str, Any]]:
 
 
 def read_figures(folder: Path) -> dict[str, bytes]:
-    return {path.stem: path.read_bytes() for path in sorted(folder.glob("*.png")) if path.is_file()}
+    """The figures of a run. Hidden files are parts of figures, which a killed run left."""
+    paths = sorted(path for path in folder.glob("*.png") if path.is_file() and not path.name.startswith("."))
+    return {path.stem: path.read_bytes() for path in paths}
 
 
 def run_section(folder: Path, manifest: Mapping[str, Any]) -> Section:
     claims, name = read_claims(folder / CLAIMS), manifest["experiment"]
-    held = [sum(claim["verdict"] == verdict for claim in claims) for verdict in ("yes", "no")]
-    text = f"{len(claims)} claims: {held[0]} hold, {held[1]} do not, {len(claims) - sum(held)} cannot be tested here."
     return Section(
         f"{name}, {manifest['scale']} scale",
-        [text],
+        [count_verdicts(claim["verdict"] for claim in claims) + "."],
         [claims_grid(claims)] if claims else [],
         [
             png_picture(data, f"Figure {figure} of the experiment {name}; its numbers are in the table above.", figure)
             for figure, data in read_figures(folder).items()
         ],
-        # whoever reads a command copies it, so none is made of a name that somebody else made up
+        # readers copy commands, so a name that could be more than a name makes none
         [f"rankattn reproduce {name} --scale {manifest['scale']}"]
-        if name in EXPERIMENTS and manifest["scale"] in SCALES
+        if all(re.fullmatch("[a-z][a-z-]*", word) for word in (name, manifest["scale"]))
         else [],
     )
 
@@ -152,6 +155,21 @@ def survey_facts(path: Path) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
+def write_survey(table: pd.DataFrame, facts: dict[str, Any], folder: Path) -> list[str]:
+    """Write `table.parquet` and the figures to a folder; returns the names of the files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from .plots import FIGURES
+
+    arrow = pa.Table.from_pandas(table, preserve_index=False)
+    metadata = {**(arrow.schema.metadata or {}), b"hf_rankattn": json.dumps(facts).encode()}
+    pq.write_table(arrow.replace_schema_metadata(metadata), folder / "table.parquet")
+    for name, draw in FIGURES.items():
+        draw(table, facts).savefig(folder / f"{name}.png")
+    return sorted(path.name for path in folder.iterdir())
+
+
 def read_survey(folder: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     path = folder / TABLE
     try:
@@ -167,7 +185,7 @@ def survey_section(
     try:
         found = findings(table, dict(facts))
         about = (
-            f"{facts['family']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} examples "
+            f"{facts['model_type']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} examples "
             f"from {facts['source']}."
         )  # fmt: skip
         heading = f"{title}: {facts['title']}"
@@ -179,4 +197,4 @@ def survey_section(
         png_picture(data, f"{SURVEY_FIGURES.get(name, name)}. {said}", SURVEY_FIGURES.get(name, name))
         for name, data in figures.items()
     ]
-    return Section(heading, [about], [answers], pictures)
+    return Section(heading, [about, *(f.next_step for f in found if f.next_step)], [answers], pictures)

@@ -1,0 +1,201 @@
+"""Figures of the demonstration, from its rows. Filled markers are ours, hollow ones and grey levels were published.
+
+Colours have contrast on white and on black, and lines differ by dash and marker as well. What is drawn in [`INK`] takes the
+colour of the text around it on a page that follows the reader's choice of light and dark.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ...report.html import INK
+from ...report.plots import new_figure, published_residuals, published_table
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MUTED = "#7d858e"
+NAMES = {"bert": "BERT", "albert": "ALBERT", "xlnet": "XLNet"}
+FAMILIES = {"bert": ("o", "#2f7fc1"), "albert": ("s", "#c77b1a"), "xlnet": ("^", "#2a9281")}
+VARIANTS = {
+    "transformer": ("whole model", "-", "o", "#2f7fc1"),
+    "san+skip": ("attention + skips", "--", "s", "#2a9281"),
+    "san+mlp": ("attention + MLPs", "-.", "^", "#c77b1a"),
+    "san": ("attention alone", ":", "D", "#cf4a5c"),
+}
+MAPS = {
+    "softmax": ("softmax as published, n 100", "-", "o", "#2f7fc1"),
+    "hard": ("hard choice, n 256", "--", "s", "#c77b1a"),
+    "qk_norm": ("hard choice with QK-norm", "-.", "^", "#2a9281"),
+    "causal": ("hard choice, causal mask", ":", "D", "#cf4a5c"),
+}
+FLOOR = 2e-15
+
+
+@contextmanager
+def page_colours() -> Iterator[None]:
+    """Text and axes in [`INK`], nothing behind them."""
+    import matplotlib
+
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    options: dict[Any, Any] = dict.fromkeys(inked, INK)
+    options |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
+    options |= {"legend.frameon": False, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(options):
+        yield
+
+
+def draw_separation(axis: "Axes", rows: pd.DataFrame) -> None:
+    """Error against rank at one budget of parameters; ranks as a share of the dimension, so that both sizes share an axis."""
+    published = published_table("rank_separation")
+    published = published[(published.layers == 1) & (published.budget == "d^2")]
+    axis.plot(published["rank"] / 64, published.value, "-", marker="o", color=MUTED, markerfacecolor="none",
+              linewidth=0.9, label="published (d 64, 1e5 steps)")  # fmt: skip
+    plain, normed = rows[~rows.qk_norm.astype(bool)], rows[rows.qk_norm.astype(bool)]
+    plain = plain.sort_values("rank")
+    dim = int(rows.dim.iloc[0])
+    axis.plot(
+        plain["rank"] / dim,
+        plain.error,
+        "--",
+        marker="s",
+        color="#2f7fc1",
+        label=f"here (d {dim}, {int(rows.steps.iloc[0])} steps)",
+    )
+    axis.plot(normed["rank"] / dim, normed.error, linestyle="none", marker="*", markersize=11, color="#cf4a5c",
+              label="here, with qk_norm")  # fmt: skip
+    shares = [1 / 64, 1 / 16, 1 / 4, 1 / 2, 1]
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(shares, ["1/64", "1/16", "1/4", "1/2", "1"])
+    axis.tick_params(axis="x", which="minor", bottom=False)
+    axis.set_ylim(0.004, 1.6)
+    axis.axhline(1.0, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
+    axis.annotate("predicting nothing", (shares[0], 1.06), fontsize=8, color=INK)
+    axis.set(xlabel="rank of a head / dimension", ylabel="error, farthest neighbour")
+    axis.set_title("Rank is needed", fontsize=11)
+    axis.legend(loc="lower left", fontsize=8.5, labelspacing=0.3)
+
+
+def draw_family(axis: "Axes", rows: pd.DataFrame, family: str) -> None:
+    """Relative residual by layer in four variants, with the published curves of the family."""
+    published = published_residuals(family, random_init=True)
+    for variant, (label, line, marker, colour) in VARIANTS.items():
+        points = rows[(rows.model == family) & (rows.variant == variant)].sort_values("layer")
+        axis.plot(points.layer, points.residual, line, marker=marker, color=colour, label=label, markersize=4.5)
+        theirs = published[published.variant == variant]
+        axis.plot(theirs.layer, theirs.value, linestyle="none", marker=marker, color=MUTED, markerfacecolor="none",
+                  markersize=7)  # fmt: skip
+    finish_residuals(axis, f"{NAMES[family]}, fresh weights")
+    axis.plot([], [], linestyle="none", marker="o", color=MUTED, markerfacecolor="none", markersize=7,
+              label="published")  # fmt: skip
+    axis.legend(fontsize=8.5, loc="upper right", bbox_to_anchor=(1.02, 0.94), labelspacing=0.3)
+
+
+def draw_collapse(axis: "Axes", rows: pd.DataFrame) -> None:
+    """Attention alone against the whole model, all three families."""
+    for family, (marker, colour) in FAMILIES.items():
+        for variant, line in (("transformer", "-"), ("san", ":")):
+            points = rows[(rows.model == family) & (rows.variant == variant)].sort_values("layer")
+            label = NAMES[family] if variant == "san" else None
+            axis.plot(points.layer, points.residual, line, marker=marker, color=colour, label=label, markersize=4.5)
+            theirs = published_residuals(family, random_init=True)
+            theirs = theirs[theirs.variant == variant]
+            axis.plot(theirs.layer, theirs.value, linestyle="none", marker=marker, color=MUTED, markersize=7,
+                      markerfacecolor="none")  # fmt: skip
+    finish_residuals(axis, "Depth loses rank, unless skips keep it")
+    axis.plot(
+        [], [], linestyle="none", marker="o", color=MUTED, markerfacecolor="none", markersize=7, label="published"
+    )
+    axis.annotate("whole model", (0.98, 0.9), xycoords="axes fraction", fontsize=9, color=INK, ha="right", va="top")
+    axis.annotate("attention alone", (3.3, 1e-13), fontsize=9, color=INK)
+    axis.legend(fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.6))
+
+
+def finish_residuals(axis: "Axes", title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set(yscale="log", ylim=(1e-18, 3.0), xlabel="layer (0: embeddings)")
+    axis.set_ylabel("residual (0: all tokens equal)")
+    axis.axhspan(1e-18, FLOOR, color=MUTED, alpha=0.25, linewidth=0)
+    axis.annotate("float64 rounding", (0.98, 0.012), xycoords="axes fraction", fontsize=8, color=INK, ha="right")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_title(title, fontsize=11)
+
+
+def draw_ceiling(axis: "Axes", rows: pd.DataFrame) -> None:
+    """Rank of random maps against the width of their head, with the ceilings of free and of causal choice."""
+    for maps, (label, line, marker, colour) in MAPS.items():
+        points = rows[rows.maps == maps].sort_values("width")
+        axis.plot(points.width, points.share, line, marker=marker, color=colour, label=label, markersize=5)
+    first = rows.width.min()
+    for height, text in ((1 - 1 / math.e, "published: 0.63 n"), (0.5, "causal: 0.50 n")):
+        axis.axhline(height, color=MUTED, linewidth=1.0, linestyle=(0, (5, 3)))
+        axis.annotate(text, (first, height + 0.008), fontsize=8.5, color=INK)
+    axis.set_xscale("log", base=2)
+    widths = sorted(rows.width.astype(int).unique())
+    shown = [width for width, wider in pairwise(widths) if wider >= 2 * width] + widths[-1:]
+    axis.set_xticks(shown, [str(width) for width in shown])
+    axis.tick_params(axis="x", which="minor", bottom=False)
+    axis.set_ylim(0, 0.72)
+    axis.set(xlabel="query-key width of a head", ylabel="rank of an attention map / n")
+    axis.set_title("Width does not buy full rank", fontsize=11)
+    axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.3)
+
+
+def draw_conversion(axis: "Axes", rows: pd.DataFrame) -> None:
+    """Quality against rank: cut in the weights alone, and calibrated on texts."""
+    cuts = rows[rows.what == "cut"]
+    width = int(rows.width.iloc[0])
+    looks = {"calibrated": ("--", "s", "#2f7fc1"), "weights only": (":", "D", "#cf4a5c")}
+    for way, (line, marker, colour) in looks.items():
+        points = cuts[cuts.way == way].sort_values("rank")
+        axis.plot([*points["rank"], width], [*points.embedding_cosine, 1.0], line, color=colour, zorder=1)
+        axis.plot(points["rank"], points.embedding_cosine, linestyle="none", marker=marker, color=colour, label=way)
+        for rank, value in zip(points["rank"], points.embedding_cosine, strict=True):
+            axis.annotate(f"{value:.2f}", (rank, value), xytext=(8, -10), textcoords="offset points", fontsize=9)
+    axis.plot([width], [1.0], "o", color=MUTED, markerfacecolor="none", markersize=8, label="uncut")
+    axis.set_xticks([*sorted(cuts["rank"].unique()), width])
+    axis.set_ylim(min(0.5, float(cuts.embedding_cosine.min()) - 0.05), 1.03)
+    axis.set(xlabel="query-key rank of a head", ylabel="cosine to the original")
+    axis.set_title(f"Cutting rank: {rows.model.iloc[0]}", fontsize=11)
+    axis.legend(loc="lower right", fontsize=9)
+
+
+def part(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    return table[table.part == name].dropna(axis=1, how="all")
+
+
+def demo_figures(table: pd.DataFrame) -> "dict[str, Figure]":
+    """One small figure for each part that was run, of a size that can be read on a phone."""
+    panels = {"separation": (draw_separation, part(table, "separation"))}
+    collapse = part(table, "collapse")
+    for family in NAMES:
+        panels[family] = (lambda axis, rows, family=family: draw_family(axis, rows, family), collapse)
+    panels["ceiling"] = draw_ceiling, part(table, "ceiling")
+    if (table.part == "conversion").any():
+        panels["conversion"] = draw_conversion, part(table, "conversion")
+    found = {}
+    with page_colours():
+        for name, (draw, rows) in panels.items():
+            figure, axes = new_figure(1, 1, 4.2, 3.6)
+            draw(axes[0, 0], rows)
+            found[name] = figure
+    return found
+
+
+def overview_figure(table: pd.DataFrame) -> "Figure":
+    """Need, loss and ceiling side by side, on white: the picture for a README."""
+    with page_colours():
+        figure, axes = new_figure(1, 3, 12.6, 3.8)
+        figure.set_facecolor("white")
+        draw_separation(axes[0, 0], part(table, "separation"))
+        draw_collapse(axes[0, 1], part(table, "collapse"))
+        draw_ceiling(axes[0, 2], part(table, "ceiling"))
+    return figure

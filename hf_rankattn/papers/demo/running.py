@@ -1,0 +1,112 @@
+"""Jobs in processes of one thread each, or one after the other in this one; the rows are the same."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..sweep.engines import cores, deaf_to_interrupts, leave_with_parent, one_thread_each
+from .measuring import Job, Row, Settings, run_job
+
+
+# each worker may hold a model of base size in float64
+MOST_WORKERS = 4
+TOLD_EVERY = 0.2
+# called with a job, the seconds' worth of it that are done since the last call, and whether it is over
+Progress = Callable[[Job, float, bool], object]
+channel: Any = None
+
+
+def usual_workers() -> int:
+    """One process a core, up to four; on one core, none but this."""
+    return 0 if cores() == 1 else min(cores(), MOST_WORKERS)
+
+
+def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Progress) -> list[Row]:
+    """The rows of all jobs, in the order of the jobs.
+
+    Args:
+        jobs: What to run.
+        settings: Sizes and seed.
+        workers: Processes to start; with 0 the jobs run in this process, one after the other.
+        progress: Told of every step.
+    """
+    if workers == 0:
+        return run_here(jobs, settings, progress)
+    context = get_context("spawn")  # a forked process would share the threads of torch, and hang
+    queue = context.SimpleQueue()
+    others = set(active_children())
+    with (
+        one_thread_each(),
+        ProcessPoolExecutor(
+            min(workers, len(jobs)), mp_context=context, initializer=enter_worker, initargs=(queue,)
+        ) as pool,
+    ):
+        with deaf_to_interrupts():
+            futures = {pool.submit(run_in_worker, place, job, settings): job for place, job in enumerate(jobs)}
+        running = set(futures)
+        try:
+            while running:
+                done, running = wait(running, timeout=TOLD_EVERY, return_when=FIRST_COMPLETED)
+                while not queue.empty():
+                    place, seconds = queue.get()
+                    progress(jobs[place], seconds, False)
+                for future in done:
+                    future.result()
+                    progress(futures[future], 0.0, True)
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise ValueError(
+                    "a process of the demo was killed, by hand or for want of memory: run it with --workers 0, which needs "
+                    "the least memory and takes twice as long."
+                ) from error
+            raise
+    return [row for future in futures for row in future.result()]
+
+
+def run_here(jobs: Sequence[Job], settings: Settings, progress: Progress) -> list[Row]:
+    threads, rows = torch.get_num_threads(), []
+    torch.set_num_threads(
+        1
+    )  # matrices this small are slower on two, and sums would be rounded otherwise than in workers
+    state = torch.get_rng_state()
+    try:
+        for job in jobs:
+            rows += run_job(job, settings, lambda share, job=job: progress(job, share * job.cost, False))
+            progress(job, 0.0, True)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+    return rows
+
+
+def enter_worker(queue: Any) -> None:
+    global channel
+    channel = queue
+    leave_with_parent()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def run_in_worker(place: int, job: Job, settings: Settings) -> list[Row]:
+    waiting, told = 0.0, time.perf_counter()
+
+    def advance(share: float) -> None:
+        nonlocal waiting, told
+        waiting += share * job.cost
+        if time.perf_counter() - told > TOLD_EVERY:
+            channel.put((place, waiting))
+            waiting, told = 0.0, time.perf_counter()
+
+    rows = run_job(job, settings, advance)
+    channel.put((place, waiting))
+    return rows

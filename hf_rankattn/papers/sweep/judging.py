@@ -1,0 +1,123 @@
+"""Claims and their verdicts: yes, no, undecided or not testable."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...report.verdicts import NOT_JUDGED
+from .tolerances import CONFIDENCE
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of a paper, or of ours, beside what was measured.
+
+    Args:
+        claim: One plain sentence.
+        source: Where it stands: a paper's theorem, figure or section, or "ours".
+        published: The number that was published, as text; empty where there is none.
+        measured: Ours, as text.
+        holds: Whether it holds here; None where it is undecided or cannot be tested, and `why` says why.
+        why: The reason of the verdict, and what the reader needs to know besides.
+        interval: The confidence interval over seeds on which the verdict rests; None where it rests on none.
+        judged: False for a run that is too short for verdicts.
+    """
+
+    claim: str
+    source: str
+    published: str
+    measured: str
+    holds: bool | None
+    why: str = ""
+    interval: tuple[float, float] | None = None
+    judged: bool = True
+
+    @property
+    def verdict(self) -> str:
+        if not self.judged:
+            return NOT_JUDGED
+        if self.holds is None:
+            return "not testable" if self.interval is None else "undecided"
+        return "yes" if self.holds else "no"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"verdict": self.verdict}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a requirement on the values of several seeds gives; [`Judgement.claim`] makes a claim of it."""
+
+    holds: bool | None
+    rule: str
+    interval: tuple[float, float] | None = None
+
+    def claim(self, claim: str, source: str, published: str, measured: str, why: str = "", *, no: str = "") -> Claim:
+        """The claim with this verdict. `why` is said of every verdict, `no` is the reason of a no."""
+        said = [why, no if self.holds is False else "", self.rule]
+        return Claim(
+            claim, source, published, measured, self.holds, " ".join(part for part in said if part), self.interval
+        )
+
+
+def not_testable(why: str) -> Judgement:
+    return Judgement(None, why)
+
+
+def mean_interval(values: Iterable[float]) -> tuple[float, float]:
+    """Student's interval of the mean of independent values, one for each seed.
+
+    >>> [round(end, 2) for end in mean_interval([1.0, 2.0, 3.0])]
+    [-0.48, 4.48]
+    """
+    from scipy.stats import t
+
+    found = [float(value) for value in values]
+    mean, count = math.fsum(found) / len(found), len(found)
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (count - 1) / count)
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
+    return mean - reach, mean + reach
+
+
+def judge(
+    what: str, values: Iterable[float], least: float = -math.inf, most: float = math.inf, *, ratio: bool = False
+) -> Judgement:
+    """Whether the mean of a quantity over seeds is at least `least` and at most `most`.
+
+    It is a yes if the whole confidence interval of the mean is inside of these bounds, a no if all of it is outside, and
+    undecided if a bound lies in it. One seed has no interval, and decides nothing.
+
+    Args:
+        what: The quantity, as it stands in the sentence that explains the verdict.
+        values: One for each seed, paired where two settings are compared.
+        least, most: Fixed before the run; those of several experiments stand in tolerances.py.
+        ratio: Whether the values are ratios, whose mean is that of their logarithms.
+    """
+    found = [float(value) for value in values]
+    if len(found) < 2:
+        return not_testable("One seed says nothing about noise: run it with --seeds 3 or more.")
+    if not all(math.isfinite(value) and (value > 0 or not ratio) for value in found):
+        return not_testable(f"Of {len(found)} seeds some did not end in a number.")
+    into, back = (math.log, math.exp) if ratio else (float, float)
+    low, high = map(back, mean_interval(map(into, found)))
+    holds = True if least <= low and high <= most else False if high < least or low > most else None
+    bounds = [f"at {word} {end:.3g}" for word, end in (("least", least), ("most", most)) if math.isfinite(end)]
+    rule = (
+        f"{what[:1].upper()}{what[1:]}: {low:.3g} to {high:.3g} ({CONFIDENCE:.0%} interval, {len(found)} seeds), required "
+        f"{' and '.join(bounds)}."
+    )
+    return Judgement(holds, rule, (low, high))
+
+
+def every(judgements: Iterable[Judgement]) -> Judgement:
+    """All requirements of one claim: a single no is a no, and otherwise the least certain one counts."""
+    found = list(judgements)
+    order: list[Callable[[Judgement], bool]] = [
+        lambda one: one.holds is False,
+        lambda one: one.holds is None and one.interval is None,
+        lambda one: one.holds is None,
+        lambda one: True,
+    ]
+    chosen = next([one for one in found if matches(one)] for matches in order if any(map(matches, found)))
+    return Judgement(chosen[0].holds, " ".join(one.rule for one in chosen), chosen[0].interval)
