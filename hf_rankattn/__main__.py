@@ -1,4 +1,4 @@
-from .cli import main
+from rankattn_cli.main import main
 
 
 main()

@@ -1,0 +1,99 @@
+import time
+
+from typer import Argument, Option
+
+from ..console import Bar, Json, print_json, print_table, say
+
+
+EXAMPLE = "rankattn convert path/to/bert --qk-rank 16 --out narrow-bert"
+
+
+def convert(
+    model: str = Argument(help="A folder or Hub name of a BERT, ALBERT or XLNet checkpoint, stock or rank."),
+    qk_rank: int | None = Option(None, min=1, help="The new query-key rank of every head."),
+    auto: bool = Option(False, "--auto", help="Choose a rank for each layer, by --energy or --mean-rank."),
+    energy: float | None = Option(None, help="With --auto: share of logit energy to keep (0.95)."),
+    mean_rank: float | None = Option(None, help="With --auto: mean of the ranks."),
+    calibration: str | None = Option(
+        None,
+        help="Texts to calibrate on: a file of paragraphs of your kind of text; 'package' (default) for texts that come "
+        "with the package; 'none' for the weights alone, which loses far more.",
+    ),
+    objective: str = Option(
+        None,
+        help="'attention' weights errors by attention and loses less (default for heads of up to 32 dimensions of BERT and "
+        "ALBERT); 'logits' is faster (default elsewhere).",
+    ),
+    distil_steps: int = Option(0, help="Steps of distillation on the calibration texts."),
+    out: str | None = Option(None, help="Where to write: a folder, with --curve a PNG or PDF file."),
+    overwrite: bool = Option(False, "--overwrite", help="Replace the output if it exists."),
+    stream: bool = Option(False, "--stream", help="Weights only, shard by shard, in bounded memory."),
+    remote_code: bool = Option(
+        False, "--remote-code", help="Add source files, so that trust_remote_code=True loads it without this package."
+    ),
+    base_model: str | None = Option(None, help="The Hub repository that the card names as base model."),
+    dataset: str | None = Option(None, help="Judge the damage on this dataset, and on its labels."),
+    split: str = Option("test", help="Split of the dataset."),
+    column: str | None = Option(None, help="Column of its texts; two with a comma for pairs."),
+    label_column: str | None = Option(None, help="Column of its labels."),
+    examples: int = Option(200, help="Rows of the dataset to read."),
+    curve: bool = Option(False, "--curve", help="Draw quality against rank; no model is written."),
+    seed: int = Option(0, help="Seed of new dimensions and of distillation."),
+    as_json: bool = Json,
+) -> None:
+    """Give a checkpoint another query-key rank. Calibrates on texts, and measures what the change costs."""
+    from hf_rankattn.convert.checkpoint import convert_checkpoint, curve_to_file
+    from hf_rankattn.convert.outcome import size_rows
+    from hf_rankattn.report.rank_curve import draw_rank_curve
+
+    if auto and qk_rank is not None:
+        raise ValueError(f"--auto and --qk-rank {qk_rank} cannot be combined: give one of them.")
+    if curve and (qk_rank is not None or auto or stream or remote_code or dataset):
+        raise ValueError(
+            "--curve tries several ranks on the package's text and writes no model: leave --qk-rank, --auto, --stream, "
+            "--remote-code and --dataset out."
+        )
+    fitting: dict = {"calibration": calibration, "objective": objective, "distil_steps": distil_steps, "seed": seed}
+    ranks: dict = {"qk_rank": "auto" if auto else qk_rank, "energy": energy, "mean_rank": mean_rank}
+    labels: dict = {
+        "dataset": dataset,
+        "split": split,
+        "column": column,
+        "label_column": label_column,
+        "examples": examples,
+    }
+    written: dict = {"stream": stream, "base_model": base_model, "remote_code": remote_code}
+    begun = time.perf_counter()
+    with Bar("{task.completed}/{task.total}") as bar:
+        task = bar.add_task("converting", total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if curve:
+                bar.print_line(f"convert: {done}/{total} conversions, {time.perf_counter() - begun:.0f} s")
+
+        common: dict = {**fitting, "overwrite": overwrite, "progress": advance}
+        if curve:
+            rows, file = curve_to_file(model, out, draw_rank_curve, **common)
+        else:
+            outcome = convert_checkpoint(model, out, **ranks, **labels, **written, **common)
+    if curve:
+        if as_json:
+            print_json({"rows": rows, "file": str(file)})
+            return
+        measures = list(rows[0])[2:]
+        cells = [[row["way"], str(row["rank"]), *(f"{row[name]:.4f}" for name in measures)] for row in rows]
+        print_table(["way", "rank", *(name.replace("_", " ") for name in measures)], cells)
+        say(f"Drawn in {file}.")
+        return
+    if as_json:
+        print_json(outcome.as_dict())
+        return
+    layers = [
+        (str(at.layer), str(at.rank), str(at.old_rank), f"{at.energy_kept:.4f}", f"{at.parameters_saved:,}")
+        for at in outcome.layers
+    ]
+    print_table(["layer", "rank", "of", "logit energy kept", "parameters saved"], layers)
+    print_table(["", "before", "after"], size_rows(outcome))
+    for line in outcome.lines():
+        say(line)
