@@ -10,6 +10,27 @@ import torch
 import transformers
 
 
+# users may set another default; `RANKATTN_TEST_DTYPE=float64 python -m pytest` runs everything under it
+torch.set_default_dtype(getattr(torch, os.environ.get("RANKATTN_TEST_DTYPE", "float32")))
+
+if torch.get_default_dtype() != torch.float32:
+    # stock XLNet makes some of its weights in float32 whatever the default is, and cannot run then: cast it, as users have to
+    def post_init(self, stock=transformers.XLNetPreTrainedModel.post_init):
+        stock(self)
+        if type(self).__module__.startswith("transformers."):
+            self.to(torch.get_default_dtype())
+
+    transformers.XLNetPreTrainedModel.post_init = post_init
+
+
+@pytest.fixture
+def float64_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed_and_one_thread():
     transformers.utils.logging.disable_progress_bar()

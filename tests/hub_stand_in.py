@@ -143,14 +143,18 @@ class HubStandIn:
             "HF_HOME": str(home),
             "HF_TOKEN_PATH": str(home / "token"),
             "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0",
-            # Loading weights that are not safetensors would otherwise start a thread that asks a public Space.
-            "DISABLE_SAFETENSORS_CONVERSION": "1",
             "NO_PROXY": no_proxy,
             "no_proxy": no_proxy,
             **{f"HF_{name}_CACHE": str(home / name.lower()) for name in caches},
             **dict.fromkeys(off, "0"),
             **{f"HF_HUB_DISABLE_{name}": "1" for name in on},
         }
+
+    def add(self, repo_id: str, files: dict[str, bytes]) -> None:
+        """Make a public model repository with these files."""
+        with self._lock:
+            self.repos["model", repo_id] = Repo("model", repo_id, private=False)
+            self._commit(self.repos["model", repo_id], "main", files, "initial commit")
 
     def files(self, repo_id: str, repo_type: str = "model", revision: str = "main") -> dict[str, bytes]:
         """Path -> content; like on the Hub, a new repository already holds a `.gitattributes`."""

@@ -1,5 +1,6 @@
 """Arguments from a command line, from YAML and from both; the optimizer of the point tasks."""
 
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,6 +34,11 @@ def test_a_file_and_the_command_line_over_it(tmp_path):
     assert parse_arguments(Arguments, argv=written.split()) == found
 
 
+# nine levels of nine references each: 3.9e8 values, if they were expanded
+LEVELS = [", ".join(["x"] * 9), *(", ".join([f"*a{level}"] * 9) for level in range(8))]
+ALIASES = "model: a\nnote: [" + ", ".join(f"&a{level} [{values}]" for level, values in enumerate(LEVELS)) + "]"
+
+
 @pytest.mark.parametrize(
     "text, argv, line",
     [
@@ -40,9 +46,13 @@ def test_a_file_and_the_command_line_over_it(tmp_path):
         ("model: a\nleraning_rate: 3", [], "did you mean learning_rate?"),
         ("model: a\nsteps: many", [], "argument --steps: invalid int value: 'many'"),
         ("model: a\nsteps: null", [], "steps must have a value"),
-        ("model: a\nsteps: {a: 1}", [], "steps takes one value, got a mapping"),
-        ("model: a\nsteps: 10\nsteps: 20", [], "steps stands there twice"),
-        ("- model", [], "must hold lines `name: value`, got a list"),
+        ("model: a\nsteps: {a: 1}", [], "steps takes one value or a list of values, got a mapping"),
+        ("model: a\nsteps: 10\nsteps: 20", [], "steps is given twice"),
+        ("- model", [], "must hold lines `name: value`, got a sequence"),
+        ("model: " + "[" * 100_000, [], "cannot be read: it is nested too deeply"),
+        ("model: a\nsteps: " + "9" * 5000, [], "argument --steps: invalid int value: '99999"),
+        (ALIASES, [], "note takes one value or a list of values, got a sequence"),
+        ("model: a\nsteps: 0x10", [], "argument --steps: invalid int value: '0x10'"),
         ("model: [", [], "cannot be read"),
         ("steps: 10", [], "--model"),
         ("model: a", ["--step", "3"], "unknown argument --step: did you mean steps?"),
@@ -56,7 +66,22 @@ def test_bad_input_is_one_line_and_code_2(text, argv, line, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(tmp_path, text, *argv)
     (said,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line in said
+    assert stop.value.code == 2 and line in said and len(said) < 1100
+
+
+def test_values_are_read_as_on_a_command_line(tmp_path):
+    """YAML 1.1 would take 010 for 8, 1_0:30 for 630 and `no` for False."""
+    found = parse(tmp_path, "model: 010\nsteps: 010\nnote: no\nranks: [010, 2]\nqk_norm: yes\nseed: 0\n")
+    assert (found.model, found.steps, found.note, found.ranks, found.qk_norm) == ("010", 10, "no", [10, 2], True)
+    assert parse(tmp_path, "model: 'null'\nnote:").model == "null"
+    assert parse(tmp_path, "model: a\nranks: &some [1, 2]\nnote: &text b\noutput_dir: *text").output_dir == "b"
+
+
+def test_a_named_pipe_is_refused_before_it_is_opened(tmp_path, capsys):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(Arguments, argv=[str(tmp_path / "config.yaml")])
+    assert stop.value.code == 2 and "it is not a regular file" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(capsys):

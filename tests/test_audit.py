@@ -5,17 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_rankattn.experiments import EXPERIMENTS
-from hf_rankattn.experiments.audit import STATEMENTS
+from hf_rankattn.papers import EXPERIMENTS
+from hf_rankattn.papers.sweep.audit import STATEMENTS
+from hf_rankattn.report.verdicts import VERDICTS, count_verdicts
 
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "paper-notes.md"
 
 
+def audit() -> str:
+    return PAGE.read_text(encoding="utf-8").split("<!-- audit: begin -->")[1].split("<!-- audit: end -->")[0].strip()
+
+
 def audit_rows() -> list[list[str]]:
-    table = PAGE.read_text(encoding="utf-8").split("<!-- audit: begin -->")[1].split("<!-- audit: end -->")[0]
-    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.strip().splitlines()[2:]]
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in audit().splitlines()[4:]]
     return [row for row in rows if not row[0].startswith("**")]
 
 
@@ -23,7 +27,12 @@ def test_every_statement_of_the_papers_has_a_row_with_a_verdict():
     rows = audit_rows()
     missing = {statement.name for paper in STATEMENTS.values() for statement in paper} - {row[0] for row in rows}
     assert not missing
-    assert {row[5] for row in rows} == {"yes", "no", "not testable here"}
+    assert {row[5] for row in rows} == set(VERDICTS)
+
+
+def test_the_page_counts_its_verdicts():
+    judged = [row[5] for row in audit_rows() if row[2] != "-"]
+    assert audit().splitlines()[0] == count_verdicts(judged) + "."
 
 
 def test_every_experiment_has_its_say_and_no_other():
@@ -31,8 +40,14 @@ def test_every_experiment_has_its_say_and_no_other():
     assert named == set(EXPERIMENTS)
 
 
-def test_what_cannot_be_tested_says_why():
-    assert all(row[6] != "-" for row in audit_rows() if row[5] == "not testable here")
+def test_a_verdict_other_than_yes_has_a_reason_and_an_undecided_one_its_interval():
+    rows = audit_rows()
+    assert all(row[6] != "-" for row in rows if row[5] != "yes")
+    assert all(
+        re.search(r"-?[\d.e-]+ to -?[\d.e-]+ \(95% interval, \d+ seeds\)", row[6])
+        for row in rows
+        if row[5] == "undecided"
+    )
 
 
 def test_the_page_is_made_from_the_table_of_a_run(tmp_path):

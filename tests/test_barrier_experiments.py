@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from hf_rankattn import theory
-from hf_rankattn.experiments import head_dim_learning, reproduce
-from hf_rankattn.experiments.images import choose_images, load_images, patches
-from hf_rankattn.experiments.random_maps import generator, hard_columns, map_metrics, random_heads, soft_map
+from hf_rankattn.papers import reproduce
+from hf_rankattn.papers.rank_barrier import head_dim_learning
+from hf_rankattn.papers.rank_barrier._images import choose_images, load_images, patches
+from hf_rankattn.papers.rank_barrier._random_maps import generator, hard_columns, map_metrics, random_heads, soft_map
 
 
 def smoke(name, folder, **options):
     outcome = reproduce(name, folder, scale="smoke", workers=0, options=options)
     assert outcome.claims and not outcome.failed
-    assert all(claim.verdict == "not testable here" for claim in outcome.claims)
+    assert all(claim.verdict == "not judged at this scale" for claim in outcome.claims)
     assert all((outcome.folder / file).stat().st_size > 100 for file in outcome.files)
     return outcome.table
 
@@ -87,7 +88,7 @@ class TestRankCeiling:
 @pytest.mark.parametrize("mask, window", [("none", 0), ("causal", 0), ("window", 5)])
 def test_counted_columns_are_the_rank_of_the_map(keys, mask, window, monkeypatch):
     """Against numpy's rank of a map built row by row; blocks of 16 rows must count as one of 40."""
-    monkeypatch.setattr("hf_rankattn.experiments.random_maps.ROWS", 16)
+    monkeypatch.setattr("hf_rankattn.papers.rank_barrier._random_maps.ROWS", 16)
     found = hard_columns(40, 3, keys, generator(1, 2), mask, window)
     rng = generator(1, 2)
     if keys == "free":
@@ -139,7 +140,7 @@ class TestLatentAttention:
 
 class TestFamilies:
     def test_every_family_is_there(self, fresh):
-        from hf_rankattn.probe.architectures import TABLE
+        from hf_rankattn.families.architectures import TABLE
 
         assert {family.name for family in TABLE} == set(fresh.family)
         normed = set(fresh[fresh.qk_norm.astype(bool)].model_type)
@@ -162,7 +163,7 @@ class TestFamilies:
     def test_a_checkpoint_given_is_measured_on_text(self, minilm, tmp_path):
         from transformers import AutoTokenizer
 
-        from hf_rankattn.experiments import families
+        from hf_rankattn.papers.rank_barrier import families
 
         text = tmp_path / "text.txt"
         text.write_text("Bread rises because yeast eats sugar and breathes out gas.\n\nRivers carry sand to the sea.")
@@ -190,8 +191,8 @@ class TestLearning:
         assert (ends[ends.qk_rank == 1].energy_rank == 1).all()
 
     def test_a_model_that_learns_gets_rank(self, tmp_path):
-        from hf_rankattn.experiments.classifying import train_classifier
-        from hf_rankattn.experiments.head_dim_learning import RETRIEVAL
+        from hf_rankattn.papers.rank_barrier.head_dim_learning import RETRIEVAL
+        from hf_rankattn.papers.rank_collapse._classifying import train_classifier
 
         parameters = {"n": 8, "hidden": 32, "steps": 150, "batch_size": 32, "qk_rank": 8, "qk_norm": True, "seed": 0}
         *trace, end = train_classifier(RETRIEVAL | parameters, tmp_path)
@@ -271,11 +272,11 @@ class TestConvert:
 
 def test_every_claim_has_a_verdict_or_a_reason(runs):
     """Claims at laptop scale are judged; here on tables of smoke runs, which hold the same columns."""
-    from hf_rankattn.experiments.runner import find_experiment
+    from hf_rankattn.papers.sweep.runner import find_experiment
 
     for name in ("rank-ceiling", "saturation", "mla", "families", "head-dim-learning", "convert"):
         smoke(name, runs)  # at once where another test has run it
         table = pd.read_parquet(runs / name / "smoke" / "table.parquet")
         for claim in find_experiment(name).claims(table, "laptop"):
             assert claim.measured and claim.claim and claim.source
-            assert claim.holds is not None or claim.why
+            assert claim.verdict == "yes" or claim.why

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_rankattn.models.rank_encoder import blocked_attention as blocks
+from hf_rankattn.models import blocked_attention as blocks
 
 
 def build(heads, rank, width, d=12, bias=True, dtype=torch.float64):

@@ -1,5 +1,6 @@
-"""The command line: help, JSON, exit codes, completion, and what a shell does to a program."""
+"""The command line: help, JSON, exit codes, completion, one line for every error, and what a shell does to a program."""
 
+import errno
 import json
 import os
 import signal
@@ -7,18 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 import typer
+from safetensors import SafetensorError
 
-from hf_rankattn import __version__, cli, console
-from hf_rankattn.experiments import EXPERIMENTS
-from hf_rankattn.experiments.engines import deaf_to_interrupts
+from hf_rankattn import __version__
+from hf_rankattn.papers import EXPERIMENTS
+from hf_rankattn.papers.sweep.engines import deaf_to_interrupts
 from hf_rankattn.tasks import TASKS
+from rankattn_cli import completion
+from rankattn_cli import main as cli
 
 
-COMMANDS = sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands)
+COMMANDS = sorted(command.name for command in cli.app.registered_commands)
 # starts the command as its script does, wherever the package is installed
-START = [sys.executable, "-c", "import sys; from rankattn_command import main; sys.exit(main())"]
+START = [sys.executable, "-c", "from rankattn_cli.main import main; main()"]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -28,11 +33,13 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return caught.value.code or 0, printed.out, printed.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example_and_json(command, capsys):
-    code, out, err = run(capsys, command, "--help")
-    assert code == 0 and not err
-    assert f"Example: rankattn {command}" in out and "--json" in out
+def test_every_file_is_a_command_with_help_an_example_and_json(capsys):
+    files = Path(cli.commands.__path__[0]).glob("[!_]*.py")
+    assert sorted(file.stem.replace("_", "-") for file in files) == COMMANDS
+    for command in COMMANDS:
+        code, out, err = run(capsys, command, "--help")
+        assert code == 0 and not err
+        assert f"Example: rankattn {command}" in out and "--json" in out
 
 
 def test_help_without_a_command_and_no_escape_codes_in_it(capsys):
@@ -41,23 +48,24 @@ def test_help_without_a_command_and_no_escape_codes_in_it(capsys):
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= 80
 
 
-def test_env_names_what_a_bug_report_needs(capsys):
-    code, out, err = run(capsys, "env", "--json")
-    report = json.loads(out)
-    assert code == 0 and not err
-    wanted = (
-        "hf_rankattn torch transformers python platform cores memory threads torch_build accelerator attention offline"
-    )
-    assert set(wanted.split()) <= set(report)
-    assert "sdpa" in report["attention"]["rank_models"] and report["peft"]
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
 
 
-def test_env_keeps_secrets_and_paths(capsys, monkeypatch):
+def test_env_has_what_a_bug_report_needs_without_secrets_and_paths(capsys, monkeypatch):
     for name in ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "/private/hf_secret")
-    _, out, _ = run(capsys, "env")
-    assert "transformers" in out
-    assert "secret" not in out and str(Path.home()) + os.sep not in out and os.getcwd() not in out
+    code, out, err = run(capsys, "env", "--json")
+    report = json.loads(out)
+    wanted = (
+        "hf_rankattn torch transformers python cores memory threads torch_build accelerator attention offline peft"
+    )
+    assert code == 0 and not err and set(wanted.split()) <= set(report)
+    assert "sdpa" in report["attention"]["rank_models"]
+    _, lines, _ = run(capsys, "env")
+    assert f"- torch: {report['torch']}\n" in lines
+    for printed in (out, lines):
+        assert "secret" not in printed and str(Path.home()) + os.sep not in printed and os.getcwd() not in printed
 
 
 @pytest.mark.parametrize(
@@ -82,40 +90,84 @@ def test_bad_usage_is_one_line_on_stderr_and_exit_code_2(arguments, told, capsys
     assert "--help" in err or "the experiments are" in err
 
 
-def with_body(monkeypatch, body) -> None:
-    app = typer.Typer()
-    app.command()(body)
-    monkeypatch.setattr(cli, "app", app)
+class PanicException(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.fixture
+def raising(monkeypatch):
+    """Replaces the commands by one that raises an error."""
+
+    def replace(error: BaseException) -> None:
+        def fails() -> None:
+            raise error
+
+        app = typer.Typer()
+        app.command()(fails)
+        monkeypatch.setattr(cli, "app", app)
+
+    return replace
 
 
 @pytest.mark.parametrize(
-    "error, told",
+    "error, code, told",
     [
-        (ValueError("`qk_rank` must be at least 1,\n  got 0."), "`qk_rank` must be at least 1, got 0."),
-        (PermissionError(13, "Permission denied", "runs"), "[Errno 13] Permission denied: 'runs'"),
-        (MemoryError(), "there is not enough memory for this."),
-        (ValueError("long" * 1000), "long" * 375 + " ..."),
+        (ValueError("`qk_rank` must be at least 1,\n  got 0."), 2, "`qk_rank` must be at least 1, got 0.\n"),
+        (ValueError("long" * 1000), 2, "long" * 375 + " ...\n"),
+        (PermissionError(13, "Permission denied", "runs"), 2, "[Errno 13] Permission denied: 'runs'\n"),
+        (MemoryError(), 2, "there is not enough memory for this.\n"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 2, "there is not enough memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/model"), 2, "the disk is full"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 2, "the disk is full"),
+        (httpx2.ConnectError("Connection refused"), 2, "the network or the Hub"),
+        (ConnectionResetError(), 2, "the network or the Hub"),
+        (RecursionError("maximum recursion depth exceeded"), 2, "a file is nested too deeply"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "a file is not UTF-8"),
+        (KeyError("layers"), 1, "unexpected KeyError: 'layers'. RANKATTN_DEBUG=1 shows the traceback.\n"),
+        (AssertionError(), 1, "unexpected AssertionError: no message. RANKATTN_DEBUG=1 shows the traceback.\n"),
+        (PanicException("out of bounds"), 1, "unexpected PanicException: out of bounds. RANKATTN_DEBUG=1 shows"),
+        (KeyboardInterrupt(), 130, "interrupted.\n"),
     ],
-    ids=["many lines", "a folder that is closed", "memory", "long"],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_a_failure_is_one_line_and_exit_code_2(error, told, monkeypatch, capsys):
-    def refuse() -> None:
-        raise error
-
-    with_body(monkeypatch, refuse)
-    assert run(capsys) == (2, "", f"rankattn: {told}\n")
+def test_an_error_is_one_line_and_an_exit_code(error, code, told, raising, capsys):
+    raising(error)
+    ended, out, err = run(capsys)
+    assert (ended, out) == (code, "") and err.startswith(f"rankattn: {told}") and err.count("\n") == 1
 
 
-def test_an_interrupt_is_one_line_and_exit_code_130(monkeypatch, capsys):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with_body(monkeypatch, interrupted)
-    assert run(capsys) == (130, "", "rankattn: interrupted.\n")
+def test_a_command_that_exits_keeps_its_code(raising, capsys):
+    raising(typer.Exit(3))
+    assert run(capsys) == (3, "", "")
 
 
-def test_workers_leave_an_interrupt_to_the_command():
-    # whoever runs the tests in the background of a shell has a SIGINT that is ignored already
+@pytest.mark.parametrize("error", [ValueError("a wrong rank"), KeyError("a wrong rank")])
+def test_an_error_is_raised_for_debugging(error, raising, monkeypatch):
+    raising(error)
+    monkeypatch.setenv("RANKATTN_DEBUG", "1")
+    with pytest.raises(type(error), match="a wrong rank") as caught:
+        cli.main([])
+    assert caught.traceback[-1].name == "fails"
+
+
+@pytest.mark.parametrize(
+    "message, told",
+    [
+        ("`qk_rank` must be at least 1, got 0.", "--qk-rank must be at least 1, got 0."),
+        ("replace it with overwrite=True.", "replace it with --overwrite."),
+        ("`energy` is for qk_rank='auto', got qk_rank=4.", "--energy is for --auto, got --qk-rank 4."),
+        ("`mean_rank`=3.5 is high: use objective='logits'.", "--mean-rank 3.5 is high: use --objective logits."),
+        ("`hidden_size` and hidden_size=3 are no options.", "`hidden_size` and hidden_size=3 are no options."),
+        ("the seed and the model of a stream", "the seed and the model of a stream"),
+        ("m cannot be read as a checkpoint: `qk_rank` is 0.", "m cannot be read as a checkpoint: `qk_rank` is 0."),
+    ],
+)
+def test_messages_of_the_library_name_options(message, told):
+    assert cli.in_options(message, cli.options_of(["convert", "model"])) == told
+
+
+def test_workers_ignore_an_interrupt_that_the_command_handles():
+    # a shell that runs the tests in the background ignores SIGINT already
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     asking = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"]
     try:
@@ -127,36 +179,26 @@ def test_workers_leave_an_interrupt_to_the_command():
     assert (inside, outside) == ("True\n", "False\n")
 
 
-def test_a_command_that_fails_on_its_own_keeps_its_exit_code(monkeypatch, capsys):
-    def three() -> None:
-        raise typer.Exit(3)
-
-    with_body(monkeypatch, three)
-    assert run(capsys) == (3, "", "")
-
-
 def test_json_is_all_there_is_on_stdout(capsys):
     code, out, _ = run(capsys, "reproduce", "--list", "--json")
     assert code == 0 and list(json.loads(out)) == list(EXPERIMENTS)
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback():
-    # the pipe is closed before anything is written, as head -1 closes it in the end; what is printed waits in a buffer
+def test_a_closed_pipe_gives_no_traceback():
+    # the pipe is closed before anything is written, as by head -1 in the end; the output waits in a buffer
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    process = subprocess.Popen(
-        [*START, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*START, "--version"], env=settings, **pipes)
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 1
 
 
-def test_help_and_completion_do_not_wait_for_torch():
+def test_help_and_completion_do_not_import_torch():
     code = (
-        "import os, sys, rankattn_command\n"
-        "sys.argv = ['rankattn', *sys.argv[1:]]\n"
-        "try:\n    rankattn_command.main()\n"
+        "import os, sys\nfrom rankattn_cli.main import main\n"
+        "try:\n    main()\n"
         "except SystemExit:\n"
         "    heavy = {'torch', 'transformers', 'numpy', 'hf_rankattn'} & set(sys.modules)\n"
         "    os._exit(bool(sys.stdout.flush() or heavy))\n"
@@ -170,39 +212,7 @@ def test_help_and_completion_do_not_wait_for_torch():
     assert completed.stdout.split() == [name for name in EXPERIMENTS if name.startswith("rank-")]
 
 
-def test_completion_knows_the_names_that_are_run():
-    assert cli.complete_experiment("") == [*EXPERIMENTS, "all"]
-    assert cli.complete_task("") == list(TASKS)
-    assert cli.complete_task("conv") == ["convex_hull"]
-
-
-@pytest.mark.parametrize("setting", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_tables_and_progress_without_escape_codes(setting, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as if stdout were a terminal
-    for name, value in ({"TERM": "xterm-256color"} | setting).items():
-        monkeypatch.setenv(name, value)
-    console.open_console().print("[bold red]loud[/]")
-    with console.progress_bar("working", "steps") as start:
-        start(1)()
-    printed = capsys.readouterr()
-    assert printed.out == "loud\n" and "\x1b" not in printed.err
-
-
-def test_the_installed_command_runs():
-    command = [sys.executable, "-m", "hf_rankattn", "env"]
-    assert "transformers" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_version(capsys):
-    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
-
-
-def test_tables_break_long_words_and_lose_none_of_their_letters(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")
-    table = console.open_table("model", "source")
-    table.add_row("sentence-transformers/all-MiniLM-L6-v2", "Softmax-Attended")
-    console.open_console().print(table)
-    printed = capsys.readouterr().out
-    assert "…" not in printed and sum(letter.isalnum() for letter in printed.split("┡")[1]) == len(
-        "sentencetransformersallMiniLML6v2SoftmaxAttended"
-    )
+def test_completion_has_the_names_that_can_be_run():
+    assert completion.complete_experiment("") == [*EXPERIMENTS, "all"]
+    assert completion.complete_task("") == sorted(TASKS)
+    assert completion.complete_task("conv") == ["convex_hull"]

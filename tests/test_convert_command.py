@@ -2,62 +2,82 @@
 
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from testing_common import BERT
-from transformers import AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
+import torch
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, tiny_inputs
+from transformers import AutoConfig, AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
 from typer.testing import CliRunner
 
-from hf_rankattn import RankBertModel, cli, converting
-from hf_rankattn.texts import package_text
+from hf_rankattn import RankBertModel, convert_rank
+from hf_rankattn.convert import checkpoint as converting
+from hf_rankattn.files.texts import package_text
+from hf_rankattn.papers.rank_barrier.convert import head_width
+from rankattn_cli import main as cli
+
+
+def save_tiny(folder, minilm, family=BERT, suffix="Model", tokenizer=True, **fields):
+    """Real tokens on a tiny model: narrow layers with weights that matter, and MiniLM's tokenizer."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": 30522, "initializer_range": 0.2, **fields}
+    if family is BERT:
+        fields = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, **fields}
+    family.stock(suffix)(family.stock_config(**fields)).save_pretrained(folder)
+    if tokenizer:
+        AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    return str(folder)
+
+
+def few_texts(folder: Path) -> str:
+    """A file of three texts: calibration on the package's own takes seconds."""
+    (folder / "texts.txt").write_text("\n\n".join(package_text()[:3]))
+    return str(folder / "texts.txt")
+
+
+def command(*arguments) -> dict:
+    """The JSON that `rankattn convert` prints."""
+    result = CliRunner().invoke(cli.app, ["convert", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refusal(monkeypatch, capsys, *arguments) -> str:
+    """The one line with which `rankattn convert` refuses arguments."""
+    monkeypatch.setattr(sys, "argv", ["rankattn", "convert", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("rankattn: ")
+    return line
 
 
 class TestCommand:
     @pytest.fixture
     def checkpoint(self, tmp_path, minilm):
-        """Real tokens on a tiny model: two narrow layers and MiniLM's tokenizer."""
-        folder = tmp_path / "tiny"
-        fields = {
-            "vocab_size": 30522,
-            "hidden_size": 16,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "max_position_embeddings": 256,
-        }
-        BERT.stock("Model")(BERT.stock_config(**fields)).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
-        return str(folder)
+        return save_tiny(tmp_path / "tiny", minilm, max_position_embeddings=256)
 
     def test_writes_a_model_with_its_tokenizer_and_an_honest_card(self, checkpoint, tmp_path):
-        texts = tmp_path / "texts.txt"
-        texts.write_text("\n\n".join(package_text()[:3]))
         out = tmp_path / "narrow"
-        arguments = ["convert", checkpoint, "--qk-rank", "4", "--calibration", str(texts), "--out", str(out)]
+        texts = few_texts(tmp_path)
+        arguments = ["convert", checkpoint, "--qk-rank", "4", "--calibration", texts, "--out", str(out)]
         result = CliRunner().invoke(cli.app, arguments)
         assert result.exit_code == 0, result.output
         assert "logit energy kept" in result.stdout and "parameters saved" in result.stdout
         card = (out / "README.md").read_text()
-        assert "Made from `tiny`" in card and "3 texts of texts.txt" in card and "embedding_cosine" in card
+        assert "local folder named `tiny`" in card and "3 texts of texts.txt" in card and "embedding_cosine" in card
         model = AutoModel.from_pretrained(out)
         assert isinstance(model, RankBertModel) and model.config.qk_rank == 4
         assert len(AutoTokenizer.from_pretrained(out)("a text").input_ids) == 4
 
     def test_json_auto_and_stream(self, checkpoint, tmp_path):
         out = tmp_path / "narrow"
-        arguments = [
-            "convert",
-            checkpoint,
-            "--auto",
-            "--energy",
-            "0.8",
-            "--stream",
-            "--base-model",
-            "some/bert",
-            "--out",
-        ]
-        result = CliRunner().invoke(cli.app, [*arguments, str(out), "--json"])
-        assert result.exit_code == 0, result.output
-        report = json.loads(result.stdout)
+        options = ["--energy", "0.8", "--stream", "--base-model", "some/bert"]
+        report = command(checkpoint, "--auto", *options, "--out", out)
         assert report["folder"] == str(out) and all(layer["energy_kept"] >= 0.8 for layer in report["layers"])
         assert report["parameters_saved"] == sum(layer["parameters_saved"] for layer in report["layers"])
         assert "base_model: some/bert" in (out / "README.md").read_text()
@@ -68,50 +88,50 @@ class TestCommand:
 
     def test_an_existing_folder_is_refused_and_survives_a_crash(self, checkpoint, tmp_path, monkeypatch):
         out = tmp_path / "narrow"
-        converting.convert_checkpoint(checkpoint, out, qk_rank=4)
+        converting.convert_checkpoint(checkpoint, out, qk_rank=4, calibration="none")
         before = {path.name: path.read_bytes() for path in out.iterdir()}
         with pytest.raises(ValueError, match="exists already"):
-            converting.convert_checkpoint(checkpoint, out, qk_rank=2)
+            converting.convert_checkpoint(checkpoint, out, qk_rank=2, calibration="none")
 
         def crash(*args, **kwargs):
             raise OSError("disk full")
 
         for stream, target in (
-            (False, "hf_rankattn.folders.replace_folder"),
-            (True, "hf_rankattn.models.convert.shards.copy_bytes"),
+            (False, "hf_rankattn.files.atomic.replace_folder"),
+            (True, "hf_rankattn.convert.shards.save_file"),
         ):
             with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
                 patch.setattr(target, crash)
-                converting.convert_checkpoint(checkpoint, out, qk_rank=2, overwrite=True, stream=stream)
+                converting.convert_checkpoint(
+                    checkpoint, out, qk_rank=2, calibration="none", overwrite=True, stream=stream
+                )
             assert {path.name: path.read_bytes() for path in out.iterdir()} == before
         assert {path.name for path in tmp_path.iterdir()} == {"tiny", "narrow"}, "nothing half-written is left"
-        converting.convert_checkpoint(checkpoint, out, qk_rank=2, overwrite=True)
+        converting.convert_checkpoint(checkpoint, out, qk_rank=2, calibration="none", overwrite=True)
         assert AutoModel.from_pretrained(out).config.qk_rank == 2
 
     @pytest.mark.parametrize(
         "arguments, message",
         [
-            (["--qk-rank", "4"], "nowhere to write"),
+            (["--qk-rank", "4"], "give --out, the folder to write to"),
             (["--out", "x"], "no rank is given"),
-            (["--qk-rank", "0", "--out", "x"], "at least 1"),
-            (["--qk-rank", "4", "--auto", "--out", "x"], "two answers"),
+            (["--qk-rank", "0", "--out", "x"], "equal to 1"),
+            (["--qk-rank", "4", "--auto", "--out", "x"], "cannot be combined"),
             (["--qk-rank", "9" * 30, "--out", "x"], "at most 1048576"),
             (["--curve", "--out", "absent/x.png"], "there is no folder absent"),
             (["--qk-rank", "4", "--calibration", "absent.txt", "--out", "x"], "cannot be read"),
             (["--qk-rank", "4", "--calibration", "package", "--stream", "--out", "x"], "weights alone"),
+            (["--qk-rank", "4", "--calibration", "none", "--distil-steps", "2", "--out", "x"], "need texts"),
+            (["--qk-rank", "4", "--column", "text", "--out", "x"], "give --dataset as well"),
             (["--curve", "--out", "x"], "must end in .png"),
+            (["--curve", "--qk-rank", "4", "--out", "x.png"], "leave --qk-rank"),
         ],
     )
     def test_bad_input_is_one_line_and_exit_code_2(
         self, arguments, message, checkpoint, tmp_path, monkeypatch, capsys
     ):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["rankattn", "convert", checkpoint, *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert caught.value.code == 2
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith("rankattn: ") and message in line
+        assert message in refusal(monkeypatch, capsys, checkpoint, *arguments)
         assert not (tmp_path / "x").exists()
 
     def test_an_unknown_family_names_the_known_ones(self, tmp_path, monkeypatch, capsys):
@@ -119,14 +139,8 @@ class TestCommand:
             tmp_path / "d"
         )
         for name, message in (("d", "rank_albert, xlnet, rank_xlnet"), ("absent", "cannot be read as a checkpoint")):
-            monkeypatch.setattr(
-                sys,
-                "argv",
-                ["rankattn", "convert", str(tmp_path / name), "--qk-rank", "4", "--out", str(tmp_path / "x")],
-            )
-            with pytest.raises(SystemExit) as caught:
-                cli.main()
-            assert caught.value.code == 2 and message in capsys.readouterr().err
+            line = refusal(monkeypatch, capsys, tmp_path / name, "--qk-rank", 4, "--out", tmp_path / "x")
+            assert message in line
 
     @pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])
     def test_code_of_the_checkpoint_is_never_run(self, stream, checkpoint, tmp_path, monkeypatch):
@@ -145,11 +159,244 @@ class TestCommand:
         assert not (tmp_path / "sprung").exists()
 
     def test_the_curve_is_drawn_and_no_model_written(self, checkpoint, tmp_path, monkeypatch):
+        """It distils only on request, and reports its progress."""
         monkeypatch.chdir(tmp_path)
-        result = CliRunner().invoke(cli.app, ["convert", checkpoint, "--curve", "--distil-steps", "2", "--json"])
-        assert result.exit_code == 0, result.output
-        rows = json.loads(result.stdout)["rows"]
-        assert {row["way"] for row in rows} == {"weights only", "calibrated", "calibrated and distilled"}
+        arguments = ["convert", checkpoint, "--curve", "--calibration", few_texts(tmp_path)]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert result.exit_code == 0 and "distilled" not in result.stdout
+        assert "convert: 1/10 conversions" in result.stderr and "convert: 10/10 conversions" in result.stderr
         assert (tmp_path / "rank-curve.png").read_bytes().startswith(b"\x89PNG")
-        assert {path.name for path in tmp_path.iterdir()} == {"tiny", "rank-curve.png"}
-        assert CliRunner().invoke(cli.app, ["convert", checkpoint, "--curve"]).exit_code != 0, "the figure exists"
+        assert {path.name for path in tmp_path.iterdir()} == {"tiny", "rank-curve.png", "texts.txt"}
+        assert CliRunner().invoke(cli.app, arguments).exit_code != 0, "the figure exists"
+        rows = command(*arguments[1:], "--distil-steps", "2", "--overwrite")["rows"]
+        assert {row["way"] for row in rows} == {"weights only", "calibrated", "calibrated and distilled"}
+
+    def test_the_curve_of_a_cut_model_ends_at_the_rank_it_has(self, checkpoint, tmp_path, minilm):
+        """Not at hidden / heads, which is 8 here; layers of a smaller rank are not widened."""
+        convert_rank(BERT.stock("Model").from_pretrained(checkpoint), [3, 6]).save_pretrained(tmp_path / "cut")
+        AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "cut")
+        options = ["--calibration", few_texts(tmp_path), "--out", tmp_path / "curve.png"]
+        rows = command(tmp_path / "cut", "--curve", *options)["rows"]
+        assert max(row["rank"] for row in rows) == 6 == head_width(str(tmp_path / "cut"))
+        assert all(row["embedding_cosine"] > 1 - 1e-5 for row in rows if row["rank"] == 6)
+        assert converting.own_ranks(AutoConfig.from_pretrained(tmp_path / "cut")) == [3, 6]
+
+    @pytest.mark.parametrize("more", [["--qk-rank", "4"], ["--qk-rank", "4", "--stream"], ["--curve"]])
+    def test_what_cannot_be_written_is_refused_before_the_work(self, more, checkpoint, tmp_path, monkeypatch, capsys):
+        for name in ("load", "convert_shards", "rank_curve"):
+            monkeypatch.setattr(converting, name, lambda *args, **kwargs: pytest.fail("the work has begun"))
+        out = tmp_path / ("x" * 250 + ".png" * (more == ["--curve"]))
+        assert "File name too long" in refusal(monkeypatch, capsys, checkpoint, *more, "--out", out)
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    def test_stock_and_twin(self, family, tmp_path, minilm):
+        """From a folder with a tokenizer, as users have it, and again from what came out."""
+        source = save_tiny(tmp_path / "stock", minilm, family, **({"n_layer": 1} if family is XLNET else {}))
+        for rank, out in ((4, tmp_path / "twin"), (2, tmp_path / "again")):
+            found = command(source, "--qk-rank", rank, "--calibration", few_texts(tmp_path), "--out", out)
+            assert found["damage"]["embedding_cosine"] > 0.5 and "texts of " in found["calibrated_on"]
+            assert AutoModel.from_pretrained(out).config.qk_rank == rank
+            source = out
+
+    @pytest.mark.parametrize("limit, tokens", [(-1, 256), (None, 256), (64, 64), (10**9, 256), (2**70, 256)], ids=str)
+    def test_how_many_tokens_are_read(self, limit, tokens):
+        model = SimpleNamespace(config=SimpleNamespace(model_type="bert", max_position_embeddings=limit))
+        assert converting.token_limit(model) == tokens and converting.token_limit(model, 16) == 16
+
+    def test_xlnet_in_half_precision(self, tmp_path):
+        """transformers loads its attention in float32, beside the rest in bfloat16."""
+        XLNET.stock("Model")(XLNET.stock_config(n_layer=1)).bfloat16().save_pretrained(tmp_path)
+        model = converting.load(str(tmp_path))
+        converted = convert_rank(model, 3, calibration=tiny_inputs(XLNET, "Model"))
+        assert {weight.dtype for weight in converted.parameters()} == {torch.bfloat16}
+
+    def test_xlnet_has_no_last_position(self):
+        assert converting.token_limit(XLNET.stock("Model")(XLNET.stock_config())) == 256
+
+    def test_ranks_by_group(self):
+        config = ALBERT.rank_config(per_layer_config={layer: {"qk_rank": 3 + layer // 2} for layer in range(4)})
+        assert converting.own_ranks(config) == [3, 4]
+        assert converting.own_ranks(XLNET.stock_config()) == [8, 8, 8]
+
+
+class TestCalibration:
+    def test_texts_by_default_and_weights_alone_when_asked_for(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        options = {"default": [], "package": ["--calibration", "package"], "none": ["--calibration", "none"]}
+        found = {
+            name: command(source, "--qk-rank", 2, "--out", tmp_path / name, *more) for name, more in options.items()
+        }
+        default, package, none = ((tmp_path / name / "model.safetensors").read_bytes() for name in options)
+        assert default == package != none
+        assert (
+            found["default"]["calibrated_on"].endswith("texts of the package")
+            and found["none"]["calibrated_on"] is None
+        )
+        assert found["default"]["damage"]["embedding_cosine"] > found["none"]["damage"]["embedding_cosine"]
+
+    def test_the_output_says_what_calibrated_and_that_other_text_loses_more(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        said = CliRunner().invoke(cli.app, ["convert", source, "--qk-rank", "2", "--out", str(tmp_path / "x")]).stdout
+        assert "texts of the package, objective attention. Text of another kind loses more" in said
+        assert "--calibration FILE" in said
+        card = (tmp_path / "x" / "README.md").read_text()
+        assert "texts of the package" in card and "Text of another kind loses more" in card
+
+    def test_without_a_tokenizer_it_says_what_to_do_and_invents_none(self, tmp_path, minilm, monkeypatch, capsys):
+        source = save_tiny(tmp_path / "bare", minilm, tokenizer=False)
+        line = refusal(monkeypatch, capsys, source, "--qk-rank", 2, "--out", tmp_path / "x")
+        assert "has no tokenizer" in line and "--calibration none" in line
+        found = command(source, "--qk-rank", 2, "--calibration", "none", "--out", tmp_path / "x")
+        assert {path.name for path in (tmp_path / "x").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+        assert found["damage"] == {} and found["latency"]["ratio"] > 0
+        more = ["--calibration", "none", "--dataset", "data", "--out", tmp_path / "y"]
+        assert "has no tokenizer" in refusal(monkeypatch, capsys, source, "--qk-rank", 2, *more)
+
+    def test_a_tokenizer_that_fails_in_use(self, tmp_path, minilm, monkeypatch, capsys):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        file = Path(source) / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        tokenizer["model"]["vocab"] = {word: place for word, place in tokenizer["model"]["vocab"].items() if place < 1}
+        tokenizer["added_tokens"] = []
+        file.write_text(json.dumps(tokenizer))
+        line = refusal(monkeypatch, capsys, source, "--qk-rank", 2, "--out", tmp_path / "x")
+        assert "--calibration none" in line and not (tmp_path / "x").exists()
+        found = command(source, "--qk-rank", 2, "--calibration", "none", "--out", tmp_path / "x")
+        assert found["damage"] == {} and (tmp_path / "x" / "tokenizer.json").read_bytes() == file.read_bytes()
+
+
+class TestOutput:
+    @pytest.mark.parametrize(
+        "suffix, task, measure",
+        [
+            ("ForSequenceClassification", "text-classification", "label_agreement"),
+            ("ForMaskedLM", "fill-mask", "masked_token_agreement"),
+            ("ForQuestionAnswering", "question-answering", "span_agreement"),
+            ("Model", "feature-extraction", "nearest_text_agreement"),
+        ],
+    )
+    def test_damage_and_model_index_fit_the_task(self, suffix, task, measure, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm, suffix=suffix)
+        found = command(source, "--qk-rank", 2, "--calibration", "none", "--out", tmp_path / "x")
+        assert list(found["damage"])[0] == measure
+        data = ModelCard.load(tmp_path / "x" / "README.md").data
+        results = data.eval_results
+        assert {result.task_type for result in results} == {task} and data.pipeline_tag in (task, None)
+        command(source, "--qk-rank", 2, "--stream", "--out", tmp_path / "y")
+        streamed = ModelCard.load(tmp_path / "y" / "README.md").data.eval_results
+        assert {result.task_type for result in streamed} == {task}
+        assert results[0].metric_type == measure and results[0].metric_value == round(found["damage"][measure], 4)
+
+    def test_the_card_of_a_language_model_names_one_task(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm, XLNET, "LMHeadModel", tokenizer=False)
+        command(source, "--qk-rank", 2, "--stream", "--out", tmp_path / "x")
+        data = ModelCard.load(tmp_path / "x" / "README.md").data
+        assert {result.task_type for result in data.eval_results} == {data.pipeline_tag} == {"text-generation"}
+
+    def test_labels_of_a_dataset(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm, suffix="ForSequenceClassification", num_labels=3)
+        (tmp_path / "data").mkdir()
+        lines = [f"bread number {place},{place % 3}" for place in range(9)]
+        (tmp_path / "data" / "test.csv").write_text("\n".join(["body,kind", *lines]))
+        arguments = ["--dataset", tmp_path / "data", "--column", "body", "--label-column", "kind"]
+        arguments += ["--out", tmp_path / "x"]
+        found = command(source, "--qk-rank", 8, "--calibration", "none", *arguments)
+        assert found["judged_on"] == "9 rows of data, test" and found["damage"]["label_agreement"] == 1
+        classifier, tokenizer = converting.load(source), AutoTokenizer.from_pretrained(source)
+        with torch.no_grad():
+            logits = [classifier(**tokenizer(line.split(",")[0], return_tensors="pt")).logits for line in lines]
+        right = [place % 3 == int(logit.argmax()) for place, logit in enumerate(logits)]
+        assert (
+            found["damage"]["accuracy"] == found["damage"]["accuracy_of_the_original"] == pytest.approx(sum(right) / 9)
+        )
+
+    def test_sizes_and_latency_are_measured(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        for more in ([], ["--stream"]):
+            out = tmp_path / f"x{len(more)}"
+            found = command(source, "--qk-rank", 2, "--calibration", "none", "--out", out, *more)
+            before, after = (AutoModel.from_pretrained(folder).num_parameters() for folder in (source, out))
+            assert (found["parameters_before"], found["parameters_after"]) == (before, after)
+            assert found["parameters_saved"] == before - after and found["share_saved"] == pytest.approx(
+                1 - after / before
+            )
+            sizes = [
+                sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) for folder in (source, out)
+            ]
+            assert [found["weight_bytes_before"], found["weight_bytes_after"]] == sizes
+            assert f"{after:,}" in (out / "README.md").read_text()
+            if more:
+                assert found["latency"] is None, "nothing is run"
+            else:
+                times = found["latency"]
+                assert times["ratio"] > 0 and times["before_ms"] > 0 and "2 x " in times["batch"]
+                assert f"ratio {times['ratio']:.2f}" in (out / "README.md").read_text()
+
+    def test_remote_code_and_the_import_that_is_needed(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        config = json.loads((Path(source) / "config.json").read_text())
+        (Path(source) / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "theirs.Model"}}))
+        for more in ([], ["--remote-code"], ["--stream"]):
+            out = tmp_path / f"x{len(''.join(more))}"
+            result = CliRunner().invoke(
+                cli.app, ["convert", source, "--qk-rank", "2", "--calibration", "none", "--out", str(out), *more]
+            )
+            assert result.exit_code == 0 and "import hf_rankattn" in result.stdout
+            written, card = json.loads((out / "config.json").read_text()), (out / "README.md").read_text()
+            assert ("from hf_rankattn import RankBertModel" if more == ["--stream"] else "import hf_rankattn ") in card
+            if more == ["--remote-code"]:
+                assert (out / "modeling_rank_bert.py").is_file() and "trust_remote_code=True" in result.stdout
+                assert written["auto_map"]["AutoModel"] == "modeling_rank_bert.RankBertModel"
+                assert "trust_remote_code=True" in card
+            else:
+                assert "auto_map" not in written and not list(out.glob("*.py"))
+
+    def test_the_base_model_is_a_repository_or_nothing(self, tmp_path, minilm):
+        source = save_tiny(tmp_path / "model", minilm)
+        result = CliRunner().invoke(
+            cli.app, ["convert", source, "--qk-rank", "2", "--calibration", "none", "--out", str(tmp_path / "x")]
+        )
+        assert "--base-model" in result.stdout and "base_model" not in (tmp_path / "x" / "README.md").read_text()
+        command(source, "--qk-rank", 2, "--stream", "--base-model", "some/bert", "--out", tmp_path / "y")
+        assert ModelCard.load(tmp_path / "y" / "README.md").data.base_model == "some/bert"
+
+    def test_a_full_disk_is_one_line_and_leaves_nothing(self, tmp_path, minilm, monkeypatch, capsys):
+        source = save_tiny(tmp_path / "tiny", minilm)
+
+        def full(*args, **kwargs):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+        line = refusal(monkeypatch, capsys, source, "--qk-rank", 2, "--out", tmp_path / "x")
+        assert "No space left on device" in line and {path.name for path in tmp_path.iterdir()} == {"tiny"}
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "sub/w.safetensors"])
+    def test_weights_may_be_links_or_have_another_name(self, name, tmp_path, minilm):
+        source = Path(save_tiny(tmp_path / "tiny", minilm))
+        weights = (source / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+        (source / "sub").mkdir()
+        (source / name).symlink_to(weights)
+        if name != "model.safetensors":
+            config = json.loads((source / "config.json").read_text())
+            (source / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+        found = command(source, "--qk-rank", 2, "--calibration", "none", "--out", tmp_path / "x")
+        assert found["weight_bytes_before"] == weights.stat().st_size
+        assert AutoModel.from_pretrained(tmp_path / "x").config.qk_rank == 2
+
+    def test_a_tokenizer_of_another_language_is_refused_with_options_of_this_command(
+        self, tmp_path, minilm, monkeypatch, capsys
+    ):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        texts = tmp_path / "texts.txt"
+        texts.write_text(" ".join(["\U0001f600"] * 100) + "\n", encoding="utf-8")
+        line = refusal(monkeypatch, capsys, source, "--qk-rank", 2, "--calibration", texts, "--out", tmp_path / "x")
+        assert "unknown to the tokenizer" in line and "--calibration none" in line and "--random-inputs" not in line
+
+    def test_an_adapter_is_refused(self, tmp_path, minilm, monkeypatch, capsys):
+        source = save_tiny(tmp_path / "tiny", minilm)
+        (Path(source) / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        for more in ([], ["--stream"]):
+            line = refusal(monkeypatch, capsys, source, "--qk-rank", 2, "--out", tmp_path / "x", *more)
+            assert "PEFT adapter" in line and "merge_and_unload" in line

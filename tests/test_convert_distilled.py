@@ -6,8 +6,8 @@ from testing_common import BERT, FAMILIES, FAMILY_IDS
 from testing_convert import plain_inputs, trained_like
 
 from hf_rankattn import convert_rank
-from hf_rankattn.models.convert.calibration import in_pieces
-from hf_rankattn.models.convert.variation import REPLACED, varied
+from hf_rankattn.convert.calibration import in_pieces
+from hf_rankattn.convert.distil import REPLACED, varied
 
 
 class TestDistillation:
@@ -38,6 +38,23 @@ class TestDistillation:
             torch.randn(7)
         assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
+    @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+    def test_half_precision_is_trained_in_float32_and_cast_back(self, kind):
+        model, batch = trained_like(BERT).to(kind), plain_inputs(BERT)
+        plain, distilled = (convert_rank(model, 2, calibration=batch, distil_steps=steps) for steps in (0, 30))
+        assert {weight.dtype for weight in distilled.parameters()} == {kind}
+        mask = batch["attention_mask"].bool()
+        target = model(**batch).last_hidden_state[mask].float()
+        errors = [(m(**batch).last_hidden_state[mask].float() - target).square().sum() for m in (plain, distilled)]
+        assert errors[1] < 0.8 * errors[0]
+        assert all(weight.requires_grad and weight.grad is None for weight in distilled.parameters())
+
+    def test_ids_of_32_bits(self):
+        model, batch = trained_like(BERT).float(), plain_inputs(BERT)
+        narrow = {**batch, "input_ids": batch["input_ids"].int()}
+        ours, theirs = (convert_rank(model, 3, calibration=b, distil_steps=4) for b in (narrow, batch))
+        assert torch.equal(ours(**batch).last_hidden_state, theirs(**batch).last_hidden_state)
+
 
 class TestVariation:
     def test_padding_and_ends_stay_and_few_words_are_new(self):
@@ -65,6 +82,12 @@ class TestVariation:
         new = varied(ids, torch.ones_like(ids, dtype=torch.bool), 30_000, generator)
         drawn = new[new != 1000]
         assert int((drawn < 2000).sum()) > 0.4 * len(drawn) and int((drawn > 20_000).sum()) > 0
+
+    def test_the_default_dtype_of_torch_does_not_choose_the_words(self, request):
+        ids = torch.arange(100, 160)[None].repeat(4, 1)
+        usual = varied(ids, ids > 0, 1000, torch.Generator().manual_seed(0))
+        request.getfixturevalue("float64_default")
+        assert torch.equal(varied(ids, ids > 0, 1000, torch.Generator().manual_seed(0)), usual)
 
     def test_texts_too_short_to_vary_are_left(self):
         ids = torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0]])

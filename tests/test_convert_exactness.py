@@ -7,7 +7,7 @@ from testing_convert import difference, entries, trained_like
 from transformers import BertModel
 
 from hf_rankattn import convert_rank
-from hf_rankattn.models.convert import convert_model
+from hf_rankattn.convert import convert_model
 
 
 class TestExactness:
@@ -22,6 +22,17 @@ class TestExactness:
         assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
         shared = {w.data_ptr() for w in model.parameters()} & {w.data_ptr() for w in converted.parameters()}
         assert not shared, "the converted model must not share storage with its argument"
+
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    @pytest.mark.parametrize("rank", [3, 11])
+    def test_the_default_dtype_of_torch_does_not_matter(self, family, rank, request):
+        model = trained_like(family).float()
+        usual = convert_rank(model, rank).state_dict()
+        request.getfixturevalue("float64_default")
+        other = convert_rank(model, rank).state_dict()
+        assert all(
+            torch.equal(usual[name], weight) and weight.dtype == torch.float32 for name, weight in other.items()
+        )
 
     @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
     def test_a_rank_model_is_converted_in_turn(self, family):

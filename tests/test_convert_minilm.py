@@ -2,33 +2,38 @@
 
 import pytest
 
-from hf_rankattn import convert_rank, converting
-from hf_rankattn.texts import package_text
+from hf_rankattn import convert_rank
+from hf_rankattn.convert import checkpoint as converting
+from hf_rankattn.files.texts import package_text
 
 
 @pytest.fixture(scope="module")
-def judged(minilm):
-    model, tokenizer = converting.load(minilm), converting.load_tokenizer(minilm)
-    batches = converting.text_batches(tokenizer, package_text()[:40], 256)
-    return model, batches, converting.Judge(model, tokenizer, package_text()[40:80], 256)
+def original(minilm):
+    return converting.load(minilm), converting.load_tokenizer(minilm)
+
+
+def judged(original, texts=40, length=256):
+    """The model, calibration batches, and a judge on as many other texts."""
+    batches = converting.text_batches(original[1], package_text()[:texts], length)
+    return original[0], batches, converting.Judge(*original, package_text()[40 : 40 + texts], length)
 
 
 class TestRealWeights:
-    def test_calibration_beats_the_weights_alone(self, judged):
-        """At rank 16 of 32; an earlier prototype of the same had 0.964 with calibration and 0.78 without, on other texts."""
-        model, batches, judge = judged
+    def test_calibration_on_few_short_texts_beats_the_weights_alone(self, original):
+        model, batches, judge = judged(original, texts=8, length=64)
         alone, calibrated = (judge.cosine(convert_rank(model, 16, calibration=c)) for c in (None, batches))
-        assert alone < 0.85 and calibrated > 0.964
+        assert alone < 0.85 and calibrated > alone + 0.1
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("rank, prototype", [(24, 0.994), (8, 0.911)])
-    def test_other_ranks(self, judged, rank, prototype):
-        model, batches, judge = judged
+    @pytest.mark.parametrize("rank, prototype", [(24, 0.994), (16, 0.965), (8, 0.911)])
+    def test_ranks(self, original, rank, prototype):
+        """An earlier prototype had 0.964 at rank 16 with calibration and 0.78 without, on other texts."""
+        model, batches, judge = judged(original)
         assert judge.cosine(convert_rank(model, rank, calibration=batches)) > prototype - 1e-3
 
     @pytest.mark.slow
-    def test_errors_weighted_by_attention_do_better(self, judged):
-        model, batches, judge = judged
+    def test_errors_weighted_by_attention_do_better(self, original):
+        model, batches, judge = judged(original)
         plain, weighted = (
             judge.cosine(convert_rank(model, 8, calibration=batches, objective=o)) for o in ("logits", "attention")
         )

@@ -7,8 +7,8 @@ from testing_convert import difference, trained_like
 from transformers import AutoModel
 
 from hf_rankattn import convert_rank
-from hf_rankattn.models.convert import convert_model
-from hf_rankattn.models.convert.ranks import ranks_for_budget, ranks_for_energy
+from hf_rankattn.convert import convert_model
+from hf_rankattn.convert.ranks import ranks_for_budget, ranks_for_energy
 
 
 class TestRanks:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from testing_common import BERT, FAMILIES, FAMILY_IDS, XLNET
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET
 from testing_convert import plain_inputs, trained_like
 from transformers import BertModel, DistilBertConfig, DistilBertModel
 
@@ -14,7 +14,7 @@ from hf_rankattn import RankEncoderConfig, RankEncoderModel, convert_rank
 class TestBadInput:
     def test_widening_is_said(self, caplog):
         logging.getLogger("transformers").propagate = True
-        logger = logging.getLogger("hf_rankattn.models.convert.conversion")
+        logger = logging.getLogger("hf_rankattn.convert.conversion")
         logger.addHandler(caplog.handler)
         convert_rank(BERT.stock("Model")(BERT.stock_config()), 9)
         logger.removeHandler(caplog.handler)
@@ -34,9 +34,14 @@ class TestBadInput:
     @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
     def test_nan_activations_and_weights(self, family):
         model, batch = family.stock("Model")(family.stock_config()), plain_inputs(family)
-        with torch.no_grad():
-            model.get_input_embeddings().weight[batch["input_ids"][0, 0]] = float("nan")
+        embedded = torch.randn(3, 9, 16 if family is ALBERT else 32).masked_fill(
+            torch.arange(9)[:, None] == 2, torch.nan
+        )
         with pytest.raises(ValueError, match="hold NaN or Inf on the calibration"):
+            convert_rank(model, 3, calibration={"inputs_embeds": embedded})
+        with torch.no_grad():
+            model.get_input_embeddings().weight[-1] = float("nan")
+        with pytest.raises(ValueError, match="embedding.* of the given .*Model holds NaN or Inf"):
             convert_rank(model, 3, calibration=batch)
         with torch.no_grad():
             next(weight for name, weight in model.named_parameters() if name.endswith(("key.weight", ".k")))[0] = (
@@ -79,7 +84,7 @@ class TestBadInput:
             ({"qk_rank": 3, "objective": "attention"}, "need texts"),
             ({"qk_rank": 3, "objective": "loss"}, "'logits' or 'attention'"),
             ({"qk_rank": 3, "distil_steps": -1}, "at least 0"),
-            ({"qk_rank": 3, "calibration": iter([{}])}, "walked through only once"),
+            ({"qk_rank": 3, "calibration": iter([{}])}, "can be read only once"),
             ({"qk_rank": 3, "calibration": ["a text"]}, "dict of tensors"),
         ],
     )
@@ -101,3 +106,79 @@ class TestBadInput:
             convert_rank(model, 3, calibration=[batch, ["not a batch"]])
         assert torch.equal(model(**batch).last_hidden_state, before)
         assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def shared_layers(model):
+    model.encoder.layer[1] = model.encoder.layer[0]
+
+
+def shared_queries_and_keys(model):
+    model.encoder.layer[0].attention.self.key = model.encoder.layer[0].attention.self.query
+
+
+def shared_between_layers(model):
+    first, second = (model.encoder.layer[i].attention.self for i in (0, 1))
+    second.query.weight = first.query.weight
+
+
+def no_bias(model):
+    model.encoder.layer[0].attention.self.query.bias = None
+
+
+def offloaded(model):
+    from accelerate import cpu_offload
+
+    cpu_offload(model)
+
+
+def no_layers(model):
+    model.encoder.layer = torch.nn.ModuleList()
+
+
+class TestOddModels:
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (shared_layers, "are the same module"),
+            (shared_queries_and_keys, "query.weight of layer 0 and key.weight of layer 0 are one parameter"),
+            (shared_between_layers, "query.weight of layer 0 and query.weight of layer 1 are one parameter"),
+            (no_bias, "layer 0 has no query.bias"),
+            (offloaded, "on the meta device"),
+            (no_layers, "no attention layers"),
+        ],
+    )
+    @pytest.mark.parametrize("calibrated", [False, True])
+    def test_are_refused_with_the_reason(self, change, message, calibrated):
+        model = BERT.stock("Model")(BERT.stock_config())
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            convert_rank(model, 3, calibration=plain_inputs(BERT) if calibrated else None)
+
+    def test_a_hidden_size_of_one_stays_finite(self):
+        sizes = {"hidden_size": 1, "num_attention_heads": 1, "intermediate_size": 2, "vocab_size": 47}
+        model = BERT.stock("Model")(BERT.stock_config(**sizes)).eval()
+        wide = convert_rank(model, 2)
+        assert all(bool(torch.isfinite(weight).all()) for weight in wide.parameters())
+        batch = plain_inputs(BERT)
+        assert torch.equal(wide(**batch).last_hidden_state, model(**batch).last_hidden_state)
+
+    def test_a_conversion_that_overflows_is_not_returned(self):
+        """Eight equal dimensions become one that is longer, and beyond float16."""
+        model = BERT.stock("Model")(BERT.stock_config()).half()
+        with torch.no_grad():
+            for side in (model.encoder.layer[0].attention.self.query, model.encoder.layer[0].attention.self.key):
+                side.weight.fill_(6e4)
+        with pytest.raises(ValueError, match="query.weight of the converted model holds NaN or Inf"):
+            convert_rank(model, 3)
+
+
+class TestInferenceMode:
+    @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+    @pytest.mark.parametrize("options", [{}, {"distil_steps": 2}], ids=str)
+    def test_the_converted_model_can_be_trained(self, family, options):
+        with torch.inference_mode():
+            model, batch = family.stock("Model")(family.stock_config()), plain_inputs(family)
+            converted = convert_rank(model, 3, calibration=batch, **options)
+        converted(input_ids=torch.arange(9)[None]).last_hidden_state.square().sum().backward()
+        weight = next(w for name, w in converted.named_parameters() if name.endswith(("key.weight", ".k")))
+        assert float(weight.grad.abs().sum()) > 0

@@ -1,17 +1,19 @@
 """Checkpoints converted shard by shard, never held as a whole."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from testing_common import ALBERT, BERT, XLNET
 from testing_convert import trained_like
 from transformers import BertConfig, BertModel
 
-from hf_rankattn.models.convert import convert_model, convert_shards
+from hf_rankattn.convert import convert_model, convert_shards, shards
 
 
 class TestShards:
@@ -43,6 +45,82 @@ class TestShards:
         with pytest.raises(ValueError, match="no file model.safetensors"):
             convert_shards(tmp_path, tmp_path, 3)
 
+    def test_a_file_that_shrinks_while_it_is_read_is_refused(self, tmp_path):
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(bytes(100))
+        with pytest.raises(ValueError, match="ends before w does"):
+            shards.Stored(file, "w", "F32", (50,), 0, 200).read()
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite_are_refused_wherever_they_are(self, bad, tmp_path):
+        model = BERT.stock("Model")(BERT.stock_config())
+        with torch.no_grad():
+            model.encoder.layer[1].output.dense.weight[3, 4] = bad
+        model.save_pretrained(tmp_path / "old")
+        (tmp_path / "new").mkdir()
+        with pytest.raises(ValueError, match="layer.1.output.dense.weight of .* holds NaN or Inf"):
+            convert_shards(tmp_path / "old", tmp_path / "new", 3)
+
+    def test_only_files_of_the_folder_are_read(self, tmp_path):
+        folder, outside = tmp_path / "old", tmp_path / "outside.safetensors"
+        BERT.stock("Model")(BERT.stock_config()).save_pretrained(folder)
+        shutil.move(folder / "model.safetensors", outside)
+        index = folder / "model.safetensors.index.json"
+        for name in ("../outside.safetensors", str(outside), "weights.bin", 3):
+            index.write_text(json.dumps({"weight_map": {"w": name}}))
+            with pytest.raises(ValueError, match="index.json names .* as weights"):
+                convert_shards(folder, tmp_path, 3)
+        index.write_text("[]")
+        with pytest.raises(ValueError, match="not an index of weights"):
+            convert_shards(folder, tmp_path, 3)
+        index.unlink()
+        (folder / "model.safetensors").symlink_to(outside)
+        with pytest.raises(ValueError, match="leads out of the folder"):
+            convert_shards(folder, tmp_path, 3)
+
+    def test_one_shard_per_layer_from_shards_in_a_subfolder(self, tmp_path):
+        folder, new = tmp_path / "old", tmp_path / "new"
+        new.mkdir()
+        model = BERT.stock("Model")(BERT.stock_config()).eval()
+        model.save_pretrained(folder)
+        (folder / "sub").mkdir()
+        shutil.move(folder / "model.safetensors", folder / "sub" / "w.safetensors")
+        index = {"weight_map": dict.fromkeys(model.state_dict(), "sub/w.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        convert_shards(folder, new, 3)
+        written = {file.name: set(load_file(file)) for file in new.glob("*.safetensors")}
+        assert len(written) == 4 and "pooler.dense.weight" in written["model-00001-of-00004.safetensors"]
+        assert all(name.startswith("encoder.layer.2.") for name in written["model-00004-of-00004.safetensors"])
+        narrow = BERT.rank("Model").from_pretrained(new)
+        assert narrow.config.qk_rank == 3
+        assert torch.equal(narrow.get_parameter("pooler.dense.weight"), model.get_parameter("pooler.dense.weight"))
+
+    def test_links_of_the_hub_cache_are_followed(self, tmp_path):
+        folder, blobs, new = tmp_path / "snapshots" / "abc", tmp_path / "blobs", tmp_path / "new"
+        for made in (blobs, new):
+            made.mkdir()
+        BERT.stock("Model")(BERT.stock_config()).save_pretrained(folder)
+        for file in list(folder.iterdir()):
+            shutil.move(file, blobs / f"blob-{file.name}")
+            file.symlink_to(blobs / f"blob-{file.name}")
+        convert_shards(folder, new, 3)
+        assert BERT.rank("Model").from_pretrained(new).config.qk_rank == 3
+
+    def test_class_names_come_from_our_own_table(self, tmp_path):
+        folder, new = tmp_path / "old", tmp_path / "new"
+        new.mkdir()
+        BERT.stock("ForMaskedLM")(BERT.stock_config()).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        hostile = "BertModel\nimport os; os.system('id')"
+        for named, kept in (
+            ([hostile], None),
+            (["AlbertModel", 3, "PretrainedConfig"], None),
+            ([hostile, "BertForMaskedLM"], ["RankBertForMaskedLM"]),
+        ):
+            (folder / "config.json").write_text(json.dumps({**config, "architectures": named}))
+            written, _ = convert_shards(folder, new, 3)
+            assert written.architectures == kept
+
     @pytest.mark.slow
     def test_a_checkpoint_several_times_the_memory_limit(self, tmp_path):
         """All the process may hold, Python and torch included, is a third of the checkpoint at most."""
@@ -51,7 +129,7 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from transformers import BertConfig
-from hf_rankattn.models.convert import convert_shards
+from hf_rankattn.convert import convert_shards
 torch.set_num_threads(1)
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -76,7 +154,7 @@ print(json.dumps({"limit": limit, "peak": peak * 1024}))
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-2000:]
         seen = json.loads(result.stdout)
-        assert total > 3 * seen["limit"] and seen["peak"] < seen["limit"], (total, seen)
+        assert total > 3 * max(seen["limit"], seen["peak"]), (total, seen)
         index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == total - 60 * 2 * 48 * 16 * (1024 + 1) * 4
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from testing_common import BERT
+from testing_common import ALBERT, BERT
 from testing_convert import difference, plain_inputs, trained_like
 
 from hf_rankattn import convert_rank
-from hf_rankattn.models.convert.factors import best_factors
-from hf_rankattn.models.convert.weighted import attention_weights, paired_moment, refine_factors, weighted_loss
+from hf_rankattn.convert.factors import best_factors
+from hf_rankattn.convert.weighted import attention_weights, paired_moment, refine_factors, weighted_loss
 
 
 class TestAttentionObjective:
@@ -72,3 +72,12 @@ class TestAttentionObjective:
             assert paired_moment(query, key, weights, total) is total
             apart.append(paired_moment(query, key, weights))
         torch.testing.assert_close(total, sum(apart))
+
+    @pytest.mark.parametrize("family", [BERT, ALBERT], ids=["Bert", "Albert"])
+    def test_the_default_dtype_of_torch_does_not_matter(self, family, request):
+        model, batch = trained_like(family).float(), plain_inputs(family)
+        usual = convert_rank(model, 3, calibration=batch, objective="attention")
+        request.getfixturevalue("float64_default")
+        other = convert_rank(model, 3, calibration=batch, objective="attention")
+        assert {weight.dtype for weight in other.parameters()} == {torch.float32}
+        assert difference(other, usual, batch) == 0

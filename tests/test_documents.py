@@ -1,5 +1,5 @@
-"""README, docs and notebook: every block runs as written, every link and command leads somewhere, every docstring example
-holds, and the API reference is that of the docstrings."""
+"""README, docs and notebook: code blocks run as written, links and commands exist, docstring examples hold, and the API
+reference is made from the docstrings."""
 
 import doctest
 import importlib
@@ -11,19 +11,24 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import typer
 
 import hf_rankattn
+from hf_rankattn.papers import EXPERIMENTS
+from hf_rankattn.theory import constructions
+from rankattn_cli.main import app
 
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "PYPI.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-# Its shell blocks run too, in a shell: the way of a new user, who begins with commands. Blocks marked `sh` install.
+# its shell blocks run too; blocks marked `sh` install something and do not run
 WITH_COMMANDS = DOCS / "quickstart.md"
 
 
@@ -37,24 +42,20 @@ def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     return [(language, text) for language, text in found if language in languages]
 
 
-def promises(code: str) -> list[str]:
-    return re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
-
-
 def run_command(text: str) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     subprocess.run(["bash", "-euo", "pipefail", "-c", text], env={**os.environ, "PATH": path}, check=True)
 
 
 def run_blocks(found: list[tuple[str, str]], origin: Path, capsys) -> None:
-    """In order, in one namespace and the current folder; `print(...)  # text` has to print that text."""
+    """Run blocks in order, in one namespace and the current folder; `print(...)  # text` has to print that text."""
     namespace: dict = {"__name__": "page"}
     promised = []
     for language, text in found:
         if language == "bash":
             run_command(text)
         else:
-            promised += promises(text)
+            promised += re.findall(r"^print\(.*\)  # (.*)$", text, flags=re.MULTILINE)
             exec(compile(text, str(origin), "exec"), namespace)
     printed = capsys.readouterr().out.splitlines()
     assert not [text for text in promised if text not in printed], printed
@@ -73,15 +74,26 @@ def test_quickstart_runs_from_command_to_command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("notebook", named(NOTEBOOKS))
-def test_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch, capsys):
+def test_notebook_prints_what_is_stored_in_it(notebook, tmp_path, monkeypatch, capsys):
+    text = notebook.read_text()
+    assert len(text) < 400_000 and not re.search(r"/(?:home|root|Users|site-packages)/", text)
     monkeypatch.chdir(tmp_path)
-    cells = json.loads(notebook.read_text())["cells"]
-    assert not any(cell.get("outputs") for cell in cells), "store the notebook without outputs"
-    code = [("python", "".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
-    assert len(code) > 3
     monkeypatch.setenv("MPLBACKEND", "agg")
-    run_blocks(code, notebook, capsys)
-    importlib.import_module("matplotlib.pyplot").close("all")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    pyplot.close("all")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    namespace: dict = {"__name__": "notebook"}
+    for cell in cells:
+        figures = len(pyplot.get_fignums())
+        exec(compile("".join(cell["source"]), str(notebook), "exec"), namespace)
+        streams = [output for output in cell["outputs"] if output["output_type"] == "stream"]
+        assert all(output["name"] == "stdout" for output in streams)
+        assert capsys.readouterr().out == "".join(text for output in streams for text in output["text"])
+        pictures = [output for output in cell["outputs"] if "image/png" in output.get("data", {})]
+        assert len(pictures) == len(pyplot.get_fignums()) - figures
+        assert len(pictures) + len(streams) == len(cell["outputs"])
+    assert len(pyplot.get_fignums()) == 6
+    pyplot.close("all")
 
 
 def links(page: Path) -> list[str]:
@@ -89,7 +101,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of a page."""
+    """The anchors that GitHub makes from the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -102,7 +114,18 @@ def test_relative_links_exist(page):
         assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
-def test_index_leads_to_every_page_and_every_page_leads_on():
+def test_what_a_package_index_shows_has_no_relative_links():
+    readme = ROOT / tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
+    text = readme.read_text()
+    targets = re.findall(r"\]\(([^)]*)\)|^\[[^\]]+\]:\s*(\S+)|(?:src|href)=[\"']([^\"']*)", text, flags=re.MULTILINE)
+    targets = ["".join(found) for found in targets]
+    assert targets and all(target.startswith("https://") for target in targets), targets
+    # it names files of the source distribution instead
+    named = re.findall(r"`((?:docs|examples)/[\w./]+)`", text)
+    assert named and all((ROOT / name).exists() for name in named)
+
+
+def test_the_index_links_to_every_page_and_every_page_to_the_next():
     pages = list(DOCS.glob("*.md"))
     assert not {page.name for page in pages} - {"README.md"} - set(links(DOCS / "README.md"))
     for page in pages:
@@ -114,22 +137,13 @@ def test_index_leads_to_every_page_and_every_page_leads_on():
 def commands(page: Path) -> list[list[str]]:
     """The commands of this project that a page shows, in blocks and in running text."""
     shown = [line for _, text in blocks(page, "bash", "sh", "") for line in text.replace("\\\n", " ").splitlines()]
-    shown += re.findall(
-        r"`((?:rankattn|make|python|torchrun) [^`]*)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-    )
-    found = []
-    for line in shown:
-        if re.match(r"(rankattn|make|python|torchrun) ", line.strip()):
-            found.append(shlex.split(line.strip(), comments=True))
-    return found
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    shown += re.findall(r"`((?:rankattn|make|python|torchrun) [^`]*)`", prose)
+    ours = [line.strip() for line in shown if re.match(r"\s*(rankattn|make|python|torchrun) ", line)]
+    return [shlex.split(line, comments=True) for line in ours]
 
 
 def check_rankattn(words: list[str]) -> None:
-    import typer
-
-    from hf_rankattn.cli import app
-    from hf_rankattn.experiments import EXPERIMENTS
-
     if not words:  # `rankattn` by itself, which prints its help
         return
     known = typer.main.get_command(app).commands
@@ -150,7 +164,7 @@ def check_script(words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", named(PAGES))
 def test_commands_and_their_options_exist(page):
-    """Not what they do, which other tests see to, but that a reader can type them."""
+    """Other tests check what commands do; this one checks that a reader can type them."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for program, *words in commands(page):
         if program == "torchrun":
@@ -174,7 +188,7 @@ def modules() -> list[str]:
 
 
 class FencedParser(doctest.DocTestParser):
-    """Docstrings in the style of transformers close their examples with a fence, which is not expected output."""
+    """Ignores the fence after an example in the style of transformers, which is not expected output."""
 
     def parse(self, string, name="<string>"):
         return super().parse(re.sub(r"^\s*```.*$", "", string, flags=re.MULTILINE), name)
@@ -197,7 +211,7 @@ def build_api():
     return module
 
 
-def test_api_page_is_that_of_the_docstrings(build_api):
+def test_api_page_is_made_from_the_docstrings(build_api):
     assert (DOCS / "api.md").read_text() == build_api.page(), "run python docs/build_api.py"
 
 
@@ -207,9 +221,7 @@ def test_public_names_have_docstrings_of_their_own(build_api):
     assert not [name for name, thing in public.items() if not build_api.summary(thing)]
 
 
-def test_pages_speak_of_nothing_that_is_absent():
-    from hf_rankattn.theory import constructions
-
+def test_names_on_the_pages_exist():
     for page in PAGES:
         text = page.read_text()
         for name in re.findall(r"`((?:Rank(?:Bert|Albert|XLNet|Encoder)\w+))", text):
@@ -221,7 +233,5 @@ def test_pages_speak_of_nothing_that_is_absent():
 
 
 def test_paper_index_names_every_experiment():
-    from hf_rankattn.experiments import EXPERIMENTS
-
     text = (DOCS / "paper_index.md").read_text()
     assert not [name for name in EXPERIMENTS if f"`{name}" not in text]

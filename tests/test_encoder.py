@@ -118,7 +118,7 @@ def test_the_perfect_encoder_solves_farthest_neighbour(layers):
         for norm in (m for m in model.modules() if type(m).__name__ == "L2Norm"):
             norm.scale.fill_(1.0)
         first = model.encoder.layers[0].attention
-        first.query.weight.copy_(-1e6 * torch.eye(64))
+        first.query.weight.copy_(-1e9 * torch.eye(64))  # sharp enough for near ties
         first.key.weight.copy_(torch.eye(64)), first.value.weight.copy_(torch.eye(64))
         first.output.weight.copy_(1e6 * torch.eye(64))
     points = sphere(64, 16, 64)
@@ -247,6 +247,12 @@ class TestParts:
         hull = RankEncoderForTokenClassification(RankEncoderConfig(input_dim=2, hidden_size=12, input_map="mlp"))
         assert hull(points=torch.randn(2, 5, 2)).logits.shape == (2, 5, 2)
 
+    def test_the_loss_of_a_float64_classifier_is_float64(self):
+        model = RankEncoderForTokenClassification(RankEncoderConfig(input_dim=6)).double()
+        output = model(points=sphere(2, 5, 6).double(), labels=torch.ones(2, 5, dtype=torch.long))
+        expected = nn.functional.cross_entropy(output.logits.flatten(0, 1), torch.ones(10, dtype=torch.long))
+        torch.testing.assert_close(output.loss, expected)
+
     def test_the_implementation_can_be_switched_and_softmax_maps_read(self):
         model = RankEncoderModel(RankEncoderConfig(input_dim=6, num_attention_heads=3, qk_rank=2, v_head_dim=5))
         for implementation in ("eager", "sdpa", "eager"):
@@ -271,8 +277,8 @@ class TestParts:
         assert attention.query.bias.abs().max() == 0
 
     def test_half_precision_and_checkpointing(self):
-        model = RankEncoderModel(RankEncoderConfig(input_dim=16, num_attention_heads=4, qk_norm=True)).train()
-        points = sphere(2, 5, 16)
+        model = RankEncoderModel(RankEncoderConfig(input_dim=16, num_attention_heads=4, qk_norm=True)).float().train()
+        points = sphere(2, 5, 16).float()
         exact = model(points=points).last_hidden_state
         half = model.to(torch.bfloat16)(points=points.bfloat16()).last_hidden_state
         torch.testing.assert_close(half.float(), exact, atol=3e-2, rtol=3e-2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -13,13 +14,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hf_rankattn.experiments import EXPERIMENTS, Claim, reproduce, reproduce_all
-from hf_rankattn.experiments.audit import STATEMENTS, audit_markdown, statement_of
-from hf_rankattn.experiments.engines import CellJob, slurm_options
-from hf_rankattn.experiments.grid import Cell, grid
-from hf_rankattn.experiments.results import ResultFolder
-from hf_rankattn.experiments.runner import find_experiment
-from hf_rankattn.tasks.loading import task_builder
+from hf_rankattn.papers import EXPERIMENTS, Claim, reproduce, reproduce_all
+from hf_rankattn.papers.sweep.audit import STATEMENTS, audit_markdown, statement_of
+from hf_rankattn.papers.sweep.engines import CellJob, run_slurm, slurm_options
+from hf_rankattn.papers.sweep.grid import Cell, grid
+from hf_rankattn.papers.sweep.results import ResultFolder
+from hf_rankattn.papers.sweep.runner import find_experiment
+from hf_rankattn.tasks import task_builder
 
 
 TIMES = ["wall_seconds", "cpu_seconds", "finished"]
@@ -70,7 +71,7 @@ def test_smoke(name, smoke):
     table = pd.read_parquet(outcome.folder / "table.parquet")
     assert len(table) == len(outcome.table) > 0
     assert {"cell", "seed", "hf_rankattn", "torch", "wall_seconds"} <= set(table.columns)
-    assert outcome.claims and {claim.verdict for claim in outcome.claims} == {"not testable here"}
+    assert outcome.claims and {claim.verdict for claim in outcome.claims} == {"not judged at this scale"}
     figures = [file for file in outcome.files if file.endswith(".png")]
     assert figures and all((outcome.folder / file).read_bytes()[:4] == b"\x89PNG" for file in figures)
     assert not (outcome.folder / "work").exists() or not any((outcome.folder / "work").iterdir())
@@ -81,7 +82,8 @@ def test_all_claims_stand_in_one_table(smoke):
     listed = json.loads((out / "claims-smoke.json").read_text())
     assert {entry["experiment"] for entry in listed} == set(BENEFITS)
     lines = (out / "claims-smoke.md").read_text().splitlines()
-    rows = [line for line in lines[2:] if not line.startswith("| **")]
+    assert lines[0] == f"{len(listed)} claims, not judged at this scale."
+    rows = [line for line in lines[4:] if not line.startswith("| **")]
     assert len(rows) == len(listed) and all(line.count(" | ") >= 6 for line in rows)
 
 
@@ -160,7 +162,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"name": "rank-seperation"}, "the experiments are full-rank-head, expansion"),
+        ({"name": "rank-seperation"}, "the experiments are convert, families"),
         ({"scale": "huge"}, "smoke, laptop, paper"),
         ({"engine": "kubernetes"}, "local, slurm"),
         ({"seeds": 0}, "at least 1"),
@@ -191,7 +193,7 @@ def test_a_full_disk_leaves_earlier_rows_intact(tmp_path):
     before = cell.read_bytes()
     script = (
         "import resource, signal, sys\n"
-        "from hf_rankattn.cli import main\n"
+        "from rankattn_cli.main import main\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         f"sys.argv = {['rankattn', *command(tmp_path, 'expansion')[3:], '--seeds', '2', '--workers', '0']!r}\n"
@@ -228,7 +230,7 @@ def test_diverged_runs_are_drawn_and_judged_without_them(smoke):
     table.loc[table["rank"] == 4, "status"] = "diverged"
     experiment = find_experiment("rank-separation")
     assert experiment.figures(table, "laptop")
-    experiment.claims(table, "laptop")
+    assert all(claim.verdict == "not testable" and claim.why for claim in experiment.claims(table, "laptop"))
 
 
 def test_the_published_fault_of_random_features_gives_the_published_number():
@@ -243,8 +245,8 @@ def test_the_published_fault_of_random_features_gives_the_published_number():
 
 def test_the_measured_error_is_that_of_the_model():
     """The sum over signs against the construction as a model, on the same rows."""
-    from hf_rankattn.experiments.random_features import measured_error
-    from hf_rankattn.experiments.training import held_out_error
+    from hf_rankattn.papers.rank_benefits._training import held_out_error
+    from hf_rankattn.papers.rank_benefits.random_features import measured_error
     from hf_rankattn.theory import random_heads
     from hf_rankattn.theory.constructions import rank_one_layer
 
@@ -258,11 +260,12 @@ def test_the_measured_error_is_that_of_the_model():
 def test_the_audit_has_a_row_for_every_claim_and_every_statement():
     claims = [
         ("depth", Claim("a | b", "ours", "", "1", True, "since")),
-        ("residuals", Claim("c", "Dong et al., Theorem 2.3; ours", "3", "2.9", False)),
+        ("residuals", Claim("c", "Dong et al., Theorem 2.3; ours", "3", "2.9", False, "so")),
     ]
     lines = audit_markdown(claims, complete=False).splitlines()
     assert lines[-1].endswith("| a \\| b | `depth` | - | 1 | yes | since |")
-    assert lines[3].endswith("| c | `residuals` | 3 | 2.9 | no | - |") and "Theorem 2.3" in lines[3]
+    assert lines[5].endswith("| c | `residuals` | 3 | 2.9 | no | so |") and "Theorem 2.3" in lines[5]
+    assert lines[0] == "2 claims: 1 yes, 1 no, 0 undecided, 0 not testable."
     whole = audit_markdown(claims, complete=True)
     for statement in (statement for paper in STATEMENTS.values() for statement in paper):
         assert f"| {statement.name} |" in whole and statement.untested in whole
@@ -280,10 +283,57 @@ def test_slurm_jobs_run_cells_and_queue_themselves_again(tmp_path):
     def fail(cell):
         raise RuntimeError(f"lost {cell.parameters['x']}")
 
-    job = CellJob(fail)
-    assert job([Cell({"x": 1}), Cell({"x": 2})]) == ["RuntimeError: lost 1", "RuntimeError: lost 2"]
+    job, cells = CellJob(fail), [Cell({"x": 1}), Cell({"x": 2})]
+    assert job.errors(cells) == {cells[0].id: "RuntimeError: lost 1", cells[1].id: "RuntimeError: lost 2"}
+    job.time_is_up = True
+    assert all("more minutes or requeues help" in text for text in job.errors(cells).values())
     queued = job.checkpoint([Cell({"x": 3})])
     assert isinstance(queued.function, CellJob) and queued.args == ([Cell({"x": 3})],)
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, sprung: Path):
+        self.sprung = sprung
+
+    def __reduce__(self):
+        return Path.touch, (self.sprung,)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with its cells", "without"])
+def test_no_pickle_of_a_results_folder_is_opened(known, tmp_path, monkeypatch):
+    """The stand-in for squeue says that a job is running whose files came with the folder."""
+    pytest.importorskip("submitit")
+    commands, folder, sprung = tmp_path / "bin", tmp_path / "slurm", tmp_path / "sprung"
+    commands.mkdir()
+    folder.mkdir()
+    (commands / "squeue").write_text("#!/bin/sh\necho 77_0 RUNNING\n")
+    (commands / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    cells = [Cell({"x": 1}), Cell({"x": 2})]
+    for name in ("77_0_submitted.pkl", "77_0_0_result.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Trap(sprung)))
+    reported: dict[str, str | None] = {}
+
+    def sweep():
+        run_slurm(print, cells, lambda cell, error: reported.update({cell.id: error and str(error)}), folder)
+
+    if known:
+        (folder / "77_0_cells.json").write_text(json.dumps([cell.id for cell in cells]))
+        (folder / "77_0_errors.json").write_text(json.dumps({cells[1].id: "RuntimeError: lost"}))
+        sweep()
+        assert reported == {cells[0].id: None, cells[1].id: "RuntimeError: lost"}
+    else:
+        with pytest.raises(ValueError, match="there is no sbatch"):
+            sweep()
+    assert not sprung.exists()
+
+
+def test_a_job_that_left_no_rows_is_a_failed_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(ResultFolder, "write", lambda self, cell, rows: None)
+    with pytest.raises(ValueError, match="cells failed; cell .*: it ended and left no rows"):
+        reproduce("random-features", tmp_path, scale="smoke", workers=0)
 
 
 def alive(group: int) -> bool:

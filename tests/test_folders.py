@@ -2,32 +2,66 @@
 
 import os
 import signal
-import subprocess
-import sys
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
 
 pytest.importorskip("fcntl", reason="no such locks on this system, so nothing is cleaned up")
 
-from hf_rankattn.folders import LEFTOVER, fresh_folder
+from hf_rankattn.files.atomic import LEFTOVER, REPLACED, check_replaceable, fresh_folder, staged
+from hf_rankattn.files.checkpoints import readable
 
 
 MARK = {"overwrite": False, "marker": "done.txt", "what": "anything"}
-DIES = """
-import os, signal, sys
-from hf_rankattn.folders import fresh_folder
-with fresh_folder(sys.argv[1], overwrite=False, marker="done.txt", what="anything") as staging:
-    (staging / "half.bin").write_bytes(b"x" * 1000)
+
+
+def killed(work) -> None:
+    """Run `work` in another process, which kills itself."""
+    process = get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def killed_run(folder):
-    process = subprocess.run([sys.executable, "-c", DIES, str(folder)], check=False)
-    assert process.returncode == -signal.SIGKILL
+    """What a process leaves that is killed while it writes `folder`."""
+
+    def work():
+        with fresh_folder(folder, **MARK) as staging:
+            (staging / "half.bin").write_bytes(b"x" * 1000)
+            die()
+
+    killed(work)
     (left,) = folder.parent.iterdir()
     return left
+
+
+def killed_replacement(folder, renames):
+    """Replace `folder` in a process that is killed after this number of renames."""
+    folder.mkdir()
+    (folder / "done.txt").write_text("old")
+    left = [renames]
+
+    def rename(self, target, rename=Path.rename):
+        named = rename(self, target)
+        left[0] -= not str(target).endswith((REPLACED, LEFTOVER))
+        if left[0] == 0:
+            die()
+        return named
+
+    def work():
+        Path.rename = rename
+        with fresh_folder(folder, **{**MARK, "overwrite": True}) as staging:
+            (staging / "done.txt").write_text("new")
+
+    killed(work)
+    assert [path for path in folder.parent.iterdir() if path.name.endswith(REPLACED)]
 
 
 def test_what_a_killed_run_left_is_gone_after_the_next(tmp_path):
@@ -81,3 +115,67 @@ def test_a_failure_leaves_nothing(tmp_path):
         (staging / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+class TestKilledWhileReplacing:
+    def test_the_old_folder_gets_its_name_back(self, tmp_path):
+        killed_replacement(tmp_path / "out", renames=1)
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(ValueError, match="exists already"):
+            check_replaceable(tmp_path / "out", **MARK)
+        assert (tmp_path / "out" / "done.txt").read_text() == "old"
+        with fresh_folder(tmp_path / "out", **{**MARK, "overwrite": True}) as staging:
+            (staging / "done.txt").write_text("newer")
+        assert (tmp_path / "out" / "done.txt").read_text() == "newer"
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def test_a_command_that_reads_the_folder_finds_it(self, tmp_path):
+        killed_replacement(tmp_path / "out", renames=1)
+        with readable(tmp_path / "out"):
+            assert (tmp_path / "out" / "done.txt").read_text() == "old"
+
+    def test_the_old_folder_goes_where_the_new_one_is_complete(self, tmp_path):
+        killed_replacement(tmp_path / "out", renames=2)
+        with pytest.raises(ValueError, match="exists already"):
+            check_replaceable(tmp_path / "out", **MARK)
+        assert (tmp_path / "out" / "done.txt").read_text() == "new"
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def test_the_old_folder_stays_where_another_has_its_name(self, tmp_path):
+        killed_replacement(tmp_path / "out", renames=1)
+        (tmp_path / "out").mkdir()
+        with pytest.raises(ValueError, match="exists already"):
+            check_replaceable(tmp_path / "out", **MARK)
+        assert [path.read_text() for path in tmp_path.glob(f".out-*{REPLACED}/out/done.txt")] == ["old"]
+
+    def test_a_replacement_that_goes_on_is_left_alone(self, tmp_path, monkeypatch):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "done.txt").write_text("old")
+        rename = type(tmp_path).rename
+
+        def watched(self, target):
+            if self.name.endswith(LEFTOVER):  # the second rename: there is no `out` now
+                check_replaceable(tmp_path / "out", **MARK)
+                assert not (tmp_path / "out").exists()
+            return rename(self, target)
+
+        with fresh_folder(tmp_path / "out", **{**MARK, "overwrite": True}) as staging:
+            (staging / "done.txt").write_text("new")
+            monkeypatch.setattr(type(tmp_path), "rename", watched)
+        assert (tmp_path / "out" / "done.txt").read_text() == "new"
+
+
+def test_a_staged_file_has_the_mode_that_the_user_wants(tmp_path, monkeypatch):
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("other threads would see another umask"))
+        with staged(tmp_path / "table.csv") as staging:
+            staging.write_text("whole")
+        with fresh_folder(tmp_path / "out", **MARK) as folder:
+            (folder / "done.txt").write_text("whole")
+            (folder / "done.txt").chmod(0o600)
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    assert (tmp_path / "table.csv").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "out" / "done.txt").stat().st_mode & 0o777 == 0o640

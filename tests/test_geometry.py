@@ -202,8 +202,21 @@ class TestXLNet:
         assert [memory.shape for memory in first.mems] == [(5, 2, 32)] * 3
         torch.testing.assert_close(second.last_hidden_state, whole[:, 5:], atol=1e-5, rtol=1e-5)
 
-    def test_generation(self):
-        model = build(XLNET, "LMHeadModel", qk_rank=3, v_head_dim=5)
+    def test_one_dtype_under_another_default(self, float64_default):
+        model = build(XLNET, "LMHeadModel", qk_rank=3)
+        assert {weight.dtype for weight in model.parameters()} == {torch.float64} == {model.dtype}
+        assert model(**tiny_inputs(XLNET, "Model")).logits.dtype == torch.float64
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+    def test_one_dtype_when_loaded_in_it(self, dtype, tmp_path):
+        build(XLNET, qk_rank=3).save_pretrained(tmp_path)
+        model = XLNET.rank("Model").from_pretrained(tmp_path, dtype=dtype)
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+        assert model(**tiny_inputs(XLNET, "Model")).last_hidden_state.dtype == dtype
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
+    def test_generation(self, dtype):
+        model = build(XLNET, "LMHeadModel", qk_rank=3, v_head_dim=5).to(dtype)
         generated = model.generate(torch.randint(6, 47, (1, 4)), max_new_tokens=5, do_sample=False)
         assert generated.shape[1] > 4
 

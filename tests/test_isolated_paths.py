@@ -6,18 +6,12 @@ import math
 import pytest
 import torch
 from testing_common import FAMILIES, FAMILY_IDS, float_tensors, shaken, small_bert, tiny_inputs
+from testing_probe import value_of
 from transformers import BertConfig, BertForPreTraining, BertLMHeadModel, BertModel
 
 from hf_rankattn import RankEncoderConfig, RankEncoderModel, isolated_paths, path_products, path_terms
 from hf_rankattn.probe.frozen import walk
 from hf_rankattn.probe.isolated import Products, draw_paths, sum_of_paths
-
-
-def value_of(table, metric, **labels):
-    rows = table[table.metric == metric]
-    for name, label in labels.items():
-        rows = rows[rows[name] == label]
-    return rows.value
 
 
 class TestIsolatedPaths:
@@ -38,8 +32,7 @@ class TestIsolatedPaths:
             states = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=model.config.layer_norm_eps)
         return states
 
-    @pytest.mark.parametrize("paths", [5, 20])
-    def test_against_networks_made_by_hand(self, paths):
+    def test_against_networks_made_by_hand(self, paths=5):
         model = small_bert(3, 4).double()
         ids = torch.randint(50, (2, 7))
         for length in range(4):

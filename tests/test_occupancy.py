@@ -1,5 +1,6 @@
 """Occupancy laws, rank rules and path counts of `hf_rankattn.theory`, against enumeration, simulation and random weights."""
 
+import itertools
 import math
 
 import numpy as np
@@ -112,10 +113,10 @@ class TestOccupancy:
 
 class TestRankRules:
     @staticmethod
-    def rotate(x):
+    def rotate(x, base=100.0):
         """Rotary positions on the rows of (n, width)."""
         n, width = x.shape
-        angle = np.arange(n)[:, None] * 100.0 ** (-np.arange(width // 2) / (width // 2))
+        angle = np.arange(n)[:, None] * base ** (-np.arange(width // 2) / max(1, width // 2))
         first, second = x[:, : width // 2], x[:, width // 2 :]
         return np.concatenate(
             [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], 1
@@ -134,6 +135,30 @@ class TestRankRules:
         assert np.linalg.matrix_rank(np.concatenate(keys, 1)) == rule["keys"] == 64
         turned = self.rotate(queries[0]) @ self.rotate(keys[0]).T
         assert np.linalg.matrix_rank(turned.astype(dtype)) == rule["head"]
+
+    @pytest.mark.parametrize("rotary", ["none", "half", "all"])
+    @pytest.mark.parametrize("width", [8, 16, 32])
+    def test_grouped_queries_with_rotary_positions(self, width, rotary):
+        """Also where one head, or all keys side by side, are wider than the hidden size."""
+        rotary_dim = {"none": 0, "half": width // 2, "all": width}[rotary]
+        for n, hidden, groups in itertools.product((7, 40, 160), (2, 3, 6, 24, 32, 64), (1, 2, 4)):
+            rng = np.random.default_rng([n, hidden, groups, width])
+            x = rng.standard_normal((n, hidden))
+
+            def heads(count, rng=rng, x=x):
+                for _ in range(count):
+                    features = x @ rng.standard_normal((x.shape[1], width))
+                    yield np.concatenate(
+                        [self.rotate(features[:, :rotary_dim], base=3.0), features[:, rotary_dim:]], 1
+                    )
+
+            keys = list(heads(groups))
+            logits = [query @ keys[0].T for query in heads(4 // groups)]
+            matrices = {"head": logits[0], "group": np.concatenate(logits), "keys": np.concatenate(keys, 1)}
+            rule = theory.gqa_ranks(
+                n, hidden_size=hidden, num_heads=4, num_key_value_heads=groups, head_dim=width, rotary_dim=rotary_dim
+            )
+            assert {name: np.linalg.matrix_rank(matrix) for name, matrix in matrices.items()} == rule, (n, hidden)
 
     @pytest.mark.parametrize(
         "nope, rope, kv, q", [(32, 16, 24, 64), (32, 16, 100, 200), (32, 16, 100, 20), (8, 16, 100, None)]

@@ -1,13 +1,16 @@
 """Training of point encoders for the experiments: batches, checkpoints, divergence, and what full rank is worth."""
 
+import shutil
+
 import pytest
 import torch
 
-from hf_rankattn.experiments import training
-from hf_rankattn.experiments.runner import find_experiment
-from hf_rankattn.experiments.training import PointTraining, train_points
-from hf_rankattn.tasks.loading import load_task, task_builder
-from hf_rankattn.tasks.stream import BatchStream
+from hf_rankattn.papers.rank_benefits import _training as training
+from hf_rankattn.papers.rank_benefits._training import PointTraining, train_points
+from hf_rankattn.papers.rank_collapse import _row_training as row_training
+from hf_rankattn.papers.rank_collapse._row_training import RowTraining, train_rows
+from hf_rankattn.papers.sweep.runner import find_experiment
+from hf_rankattn.tasks import BatchStream, load_task, task_builder
 
 
 TINY = {"dim": 8, "num_points": 4, "layers": 1, "heads": 1, "rank": 8, "intermediate": 16, "batch_size": 16}
@@ -20,8 +23,21 @@ def test_a_diverged_run_is_no_number(tmp_path):
     assert row["held_out_error"] is row["train_error"] is row["best_train_error"] is None
 
 
+def test_a_last_step_that_breaks_the_weights_is_no_number(tmp_path):
+    lost = PointTraining(**TINY, steps=1, init_seed=0, data_seed=0, learning_rate=1e30)
+    _, row = train_points(lost, tmp_path)
+    assert row["status"] == "diverged" and row["held_out_error"] is None
+
+
 class Interrupted(Exception):
     pass
+
+
+def begin_checkpoint(work, step):
+    """A checkpoint as a kill leaves it: the weights are cut off, and the files that follow them are absent."""
+    torn = work / f"checkpoint-{step}"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"half")
 
 
 def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
@@ -40,13 +56,42 @@ def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         with pytest.raises(Interrupted):
             train_points(chosen, tmp_path / "parts")
     assert (tmp_path / "parts" / "checkpoint-40").is_dir()
-    broken = tmp_path / "parts" / "checkpoint-60"  # as a kill leaves it while it is written
-    broken.mkdir()
-    (broken / "model.safetensors").write_bytes(b"")
+    begin_checkpoint(tmp_path / "parts", 60)
     resumed, row = train_points(chosen, tmp_path / "parts")
     assert row == whole
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("damage", ["begun", "model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_rows_are_trained_on_from_the_last_whole_checkpoint(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_training, "SAVE_EVERY", 4)
+    points = torch.randn(12, 4, 8, generator=torch.Generator().manual_seed(0))
+    columns, chosen = {"points": points, "labels": -points}, RowTraining(4, 1e-2, seed=0, batch_size=4)
+
+    def fresh_model():
+        return training.initial_model(PointTraining(**TINY, steps=1, init_seed=1, data_seed=2))
+
+    whole, resumed = fresh_model(), fresh_model()
+    row = train_rows(whole, columns, chosen, tmp_path)
+    last = tmp_path / "checkpoint-12"
+    assert last.is_dir()
+    if damage == "begun":
+        begin_checkpoint(tmp_path, 16)
+    else:
+        shutil.copytree(last, tmp_path / "checkpoint-16")
+        path = tmp_path / "checkpoint-16" / damage
+        path.write_bytes(path.read_bytes()[:-50])
+    assert train_rows(resumed, columns, chosen, tmp_path) == row, "no step is trained a second time"
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_rows_with_a_loss_that_is_not_finite_stop_the_run(tmp_path):
+    points = torch.randn(12, 4, 8, generator=torch.Generator().manual_seed(0))
+    model = training.initial_model(PointTraining(**TINY, steps=1, init_seed=1, data_seed=2))
+    with pytest.raises(ValueError, match="training diverged: .* try a lower learning rate"):
+        train_rows(model, {"points": points, "labels": -points}, RowTraining(4, 1e30, seed=0, batch_size=4), tmp_path)
 
 
 def test_batches_are_the_rows_of_the_stream():

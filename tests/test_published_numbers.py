@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from hf_rankattn import ablate, measure_attention, measure_collapse, package_text, relative_residual
-from hf_rankattn.probe.architectures import layers_of
+from hf_rankattn.families.architectures import layers_of
 
 
 ALBERT_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 12}

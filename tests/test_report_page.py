@@ -2,17 +2,20 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from testing_pages import check_page
 from transformers import BertConfig
 from typer.testing import CliRunner
 
-from hf_rankattn import cli
-from hf_rankattn.experiments import reproduce_all
+from hf_rankattn.papers import reproduce, reproduce_all
+from hf_rankattn.probe.survey import measure_checkpoint
 from hf_rankattn.report.html import Section, claims_grid, png_picture, render_page, svg_picture
 from hf_rankattn.report.plots import new_figure
-from hf_rankattn.survey import measure_checkpoint, write_survey
+from hf_rankattn.report.results import report_page, write_survey
+from rankattn_cli import main as cli
 
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'&lt;"
@@ -135,6 +138,35 @@ def test_no_command_is_made_of_a_name_that_somebody_made_up_and_no_pipe_is_read(
         (folder / "experiment.json").write_text(json.dumps({"experiment": name, "scale": "laptop"}))
         assert report(tmp_path / "runs", "--out", tmp_path / "page.html", "--overwrite").exit_code == 0
         assert ("<span>reproduce</span>" in (tmp_path / "page.html").read_text()) == shown
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from hf_rankattn.papers.sweep.runner import write_reports
+
+class Figure:
+    def savefig(self, file, **options):
+        Path(file).write_bytes(bytes.fromhex("89504e470d0a1a0a"))
+        os.kill(os.getpid(), 9)
+
+write_reports(Path(sys.argv[1]), {"drawn": Figure()}, [])
+"""
+
+
+def test_half_a_figure_is_not_shown_and_is_removed_by_the_next_run(tmp_path):
+    outcome = reproduce("path-counts", tmp_path, scale="smoke", workers=0)
+    page = report_page(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(outcome.folder)])
+    assert ended.returncode == -9
+    (half,) = (path for path in outcome.folder.iterdir() if "drawn" in path.name)
+    assert report_page(tmp_path) == page
+    reproduce("path-counts", tmp_path, scale="smoke", workers=0)
+    assert not half.exists() and sorted(outcome.files) == sorted(
+        path.name
+        for path in outcome.folder.iterdir()
+        if path.is_file() and path.name not in (".lock", "experiment.json")
+    )
 
 
 def test_pages_are_replaced_when_asked_and_other_files_never(tmp_path):

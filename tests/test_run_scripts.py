@@ -5,6 +5,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,8 +122,8 @@ def folder(tmp_path_factory) -> Path:
     """A folder with data, a checkpoint, and for each script a YAML file and the run that others are compared with."""
     from transformers import BertConfig, BertModel
 
-    from hf_rankattn.texts import package_text
-    from hf_rankattn.texts.word_order import word_order_rows, word_tokenizer
+    from hf_rankattn.files.texts import package_text
+    from hf_rankattn.files.texts.word_order import word_order_rows, word_tokenizer
 
     folder = tmp_path_factory.mktemp("scripts")
     (folder / "rows").mkdir()
@@ -336,6 +337,53 @@ def test_killed_it_goes_on_from_the_last_whole_checkpoint(script, folder):
     finished(folder, script, f"{script.name}.yaml", *size[:-2], *straight)
     with open(folder / f"{script.name}-straight" / "losses.csv") as file:
         assert rows == [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
+def test_a_diverged_run_stops_and_exports_nothing(script, folder):
+    output = folder / f"{script.name}-diverged"
+    command = [f"{script.name}.yaml", "--output_dir", output.name, "--learning_rate", "1e30", "--warmup", "0"]
+    ended = run(folder, script, *command)
+    line = ended.complained.splitlines()[-1]  # the data set may show its progress before it
+    assert ended.code == 2 and "training diverged: loss is" in line and "try a lower learning rate" in line
+    assert not (output / "model").exists() and not (output / "results.json").exists()
+    # of one step, the loss is that of the fresh weights: only what is measured after it shows that they are broken
+    broken = [
+        "--steps",
+        "1",
+        "--log_every",
+        "1",
+        "--save_every",
+        "1",
+        "--learning_rate",
+        "1e30",
+        "--output_dir",
+        "one",
+    ]
+    assert "training diverged" in refused(folder, script, *command[:1], "--warmup", "0", *broken)
+    assert not (folder / "one" / "model").exists()
+    shutil.rmtree(folder / "one")
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:2], ids=IDS[:2])
+@pytest.mark.parametrize("file", ["run.json", "model.safetensors", "optimizer.*", "complete"])
+def test_a_damaged_run_is_refused_or_resumed_from_an_earlier_checkpoint(script, file, folder, whole):
+    output = folder / f"{script.name}-damaged-{file.split('.')[0]}"
+    shutil.copytree(whole(script), output)
+    command = [script, f"{script.name}.yaml", "--output_dir", output.name, "--resume"]
+    last = output / "checkpoint-10"
+    if file == "run.json":
+        (output / file).write_text("[]")
+        assert "run.json must hold the settings of a run, got []" in refused(folder, *command)
+    elif file == "complete":
+        (last / file).unlink()
+        assert "going on at step 8 of 10" in finished(folder, *command)
+        assert furthest(output, whole(script)) == (0, 0)
+    else:
+        (path,) = last.glob(file)
+        path.write_bytes(path.read_bytes()[:-100])
+        line = refused(folder, *command)
+        assert f"{path.name} cannot be read" in line and "Delete" in line and "checkpoint-10" in line
 
 
 def test_dropout_is_resumed_too_but_not_by_another_number_of_processes(folder):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hub_stand_in import HubStandIn
 from huggingface_hub import EvalResult, ModelCard
-from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET
+from testing_common import BERT, FAMILIES, FAMILY_IDS, XLNET
 from transformers import BertConfig, BertModel
 
 import hf_rankattn
 from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression, export_model, model_card
-from hf_rankattn.folders import LEFTOVER
-from hf_rankattn.sharing import auto_classes
+from hf_rankattn.files.atomic import LEFTOVER, REPLACED
+from hf_rankattn.models.registration import auto_classes
 
 
 SMALL = {"qk_rank": 3, "v_head_dim": 5, "qk_norm": True}
@@ -31,104 +31,113 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-def run(code: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-    """Run code in a clean process and return the last line it prints."""
+# loads folders, or runs the snippets of cards, and prints {name of the job: [class, sum of the absolute output]} as JSON
+LOAD = """
+import json, sys, torch, transformers
+answers = {}
+for name, (folder, loader, options) in json.loads(sys.argv[1]).items():
+    try:
+        if loader == "snippet":
+            exec(folder, scope := {})
+            model = scope["model"]
+        else:
+            source = transformers if loader.startswith("Auto") else sys.modules["hf_rankattn"]
+            model = getattr(source, loader).from_pretrained(folder, **options)
+        points = {"points": torch.linspace(-1, 1, 40).view(1, 5, 8)}
+        inputs = points if hasattr(model.config, "input_dim") else {"input_ids": torch.arange(1, 9)[None]}
+        answers[name] = [type(model).__name__, model.eval()(**inputs)[0].detach().double().abs().sum().item()]
+    except Exception as error:
+        answers[name] = ["error", str(error)]
+print("\\n" + json.dumps(answers))  # after a question of transformers
+"""
+# what transformers offers to share source
+REGISTERED = """
+import hf_rankattn
+for name, fields in (("XLNet", {"vocab_size": 9, "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 8}), ("Encoder", {"input_dim": 8})):
+    config, model = getattr(hf_rankattn, f"Rank{name}Config"), getattr(hf_rankattn, f"Rank{name}Model")
+    config.register_for_auto_class()
+    model.register_for_auto_class("AutoModel")
+    model(config(**fields, qk_rank=2)).save_pretrained(f"registered-{name}")
+"""
+TRUST = {"trust_remote_code": True}
+
+
+def run(code: str, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None):
+    """Run code in a clean process."""
+    command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, **(env or {})}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.strip().splitlines()[-1]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
-def fingerprint(model: torch.nn.Module, **inputs) -> float:
+def output_sum(model: torch.nn.Module) -> float:
+    points = {"points": torch.linspace(-1, 1, 40).view(1, 5, 8)}
+    inputs = points if hasattr(model.config, "input_dim") else {"input_ids": torch.arange(1, 9)[None]}
     with torch.no_grad():
         return model.eval()(**inputs)[0].double().abs().sum().item()
 
 
-IDS = torch.arange(1, 9)[None]
-LOAD = "model = {loader}.from_pretrained({where!r}{more}); import torch\n"
-FINGERPRINT = "print(model.eval()(input_ids=torch.arange(1, 9)[None])[0].detach().double().abs().sum().item())"
+def shared_models():
+    """Name of a folder -> a model, and the Auto class that loads it."""
+    for family in FAMILIES:
+        config = family.rank_config(**SMALL)
+        yield f"{family.name}Model", family.rank("Model")(config), "AutoModel"
+        classifier = family.rank("ForTokenClassification")(config)
+        yield f"{family.name}Tokens", classifier, "AutoModelForTokenClassification"
+    # a class without an Auto class of its own is what AutoModel loads from its folder
+    config = RankEncoderConfig(input_dim=8, num_attention_heads=3, qk_rank=2, v_head_dim=5)
+    yield "Points", RankEncoderForPointRegression(config), "AutoModel"
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["with-the-package", "without"])
+def test_shared_source_loads_in_a_clean_process(installed, tmp_path):
+    """Exports, card snippets and `register_for_auto_class`; foreign code is run only where it is trusted."""
+    expected, jobs = {}, {}
+    for name, model, loader in shared_models():
+        folder = export_model(model, tmp_path / name, remote_code=True)
+        expected[name] = [type(model).__name__, pytest.approx(output_sum(model), rel=1e-6)]
+        # the package has registered another class of the family, so its AutoModel is not used for this folder
+        loader = "RankEncoderForPointRegression" if installed and name == "Points" else loader
+        jobs[name] = (name, loader, {} if installed else TRUST)
+        snippets = [part.split("```")[0] for part in (folder / "README.md").read_text().split("```python\n")[1:]]
+        assert len(snippets) == 2 and ["trust_remote_code" in snippet for snippet in snippets] == [False, True]
+        jobs[f"snippet-{name}"] = (snippets[0 if installed else 1], "snippet", {})
+        expected[f"snippet-{name}"] = expected[name]
+    trap = export_model(BERT.rank("Model")(BERT.rank_config(**SMALL)), tmp_path / "trap", remote_code=True)
+    source = trap / "configuration_rank_bert.py"
+    source.write_text(source.read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
+    jobs["trap"] = ("trap", "AutoModel", {})
+    if not installed:
+        run(REGISTERED, cwd=tmp_path)
+        jobs["XLNet"], jobs["Encoder"] = [(f"registered-{name}", "AutoModel", TRUST) for name in ("XLNet", "Encoder")]
+    start = "import hf_rankattn\n" if installed else BLOCKER
+    done = run(start + LOAD, json.dumps(jobs), env={"HF_HOME": str(tmp_path / "home")}, cwd=tmp_path)
+    answers = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {name: answers[name] for name in expected} == expected
+    assert not (tmp_path / "ran").exists() and answers["trap"][0] == ("RankBertModel" if installed else "error")
+    if not installed:
+        assert [answers[name][0] for name in ("XLNet", "Encoder")] == ["RankXLNetModel", "RankEncoderModel"]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
 class TestExport:
-    @pytest.mark.parametrize("suffix", ["Model", "ForTokenClassification"])
-    def test_loads_with_the_package_and_without_it(self, family, suffix, tmp_path):
-        model = family.rank(suffix)(family.rank_config(**SMALL))
-        export_model(model, tmp_path / "model", remote_code=True)
-        expected = pytest.approx(fingerprint(model, input_ids=IDS), rel=1e-6)
-        loader, where = f"Auto{'Model' if suffix == 'Model' else 'Model' + suffix}", str(tmp_path / "model")
-        with_package = f"import hf_rankattn\nfrom transformers import {loader}\n"
-        code = with_package + LOAD.format(loader=loader, where=where, more="") + FINGERPRINT
-        assert float(run(code)) == expected
-        without = BLOCKER + f"from transformers import {loader}\n"
-        code = without + LOAD.format(loader=loader, where=where, more=", trust_remote_code=True") + FINGERPRINT
-        assert float(run(code, {"HF_HOME": str(tmp_path / "home")})) == expected
-
-    def test_without_trust_foreign_code_is_never_run(self, family, tmp_path):
-        export_model(family.rank("Model")(family.rank_config(**SMALL)), tmp_path / "model", remote_code=True)
-        source = next((tmp_path / "model").glob("configuration_*.py"))
-        source.write_text(source.read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
-        for start in ("import hf_rankattn\n", BLOCKER):
-            code = (
-                start + f"from transformers import AutoModel\nAutoModel.from_pretrained({str(tmp_path / 'model')!r})"
-            )
-            subprocess.run([sys.executable, "-c", code], capture_output=True, input=b"", timeout=120)
-            assert not (tmp_path / "ran").exists()
-
-    def test_without_remote_code_there_is_no_source(self, family, tmp_path):
-        export_model(family.rank("Model")(family.rank_config(**SMALL)), tmp_path / "model")
-        assert not list((tmp_path / "model").glob("*.py"))
-        assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
-
-    def test_a_model_loaded_from_an_export_does_not_name_source_it_has_not(self, family, tmp_path):
+    def test_source_is_there_only_with_remote_code(self, family, tmp_path):
         export_model(family.rank("Model")(family.rank_config(**SMALL)), tmp_path / "first", remote_code=True)
         loaded = family.rank("Model").from_pretrained(tmp_path / "first")
         export_model(loaded, tmp_path / "second")
         loaded.save_pretrained(tmp_path / "third")
         for folder in ("second", "third"):
+            assert not list((tmp_path / folder).glob("*.py"))
             assert "auto_map" not in json.loads((tmp_path / folder / "config.json").read_text())
 
     def test_source_names_only_classes_that_exist(self, family, tmp_path):
         export_model(family.rank("Model")(family.rank_config()), tmp_path / "model", remote_code=True)
         auto_map = json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"]
-        assert set(auto_map) == {"AutoConfig", *auto_classes(family.rank("Model"))}
+        assert set(auto_map) == {"AutoConfig", *auto_classes(family.rank("Config"))}
         for target in auto_map.values():
             module, name = target.split(".")
             assert (tmp_path / "model" / f"{module}.py").exists() and hasattr(hf_rankattn, name)
-
-
-@pytest.mark.parametrize(
-    "name, config", [("RankXLNetModel", "RankXLNetConfig()"), ("RankEncoderModel", "RankEncoderConfig(input_dim=4)")]
-)
-def test_the_way_of_transformers_to_share_source_works_too(name, config, tmp_path):
-    config = config.replace(
-        "XLNetConfig()", "XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8, qk_rank=2)"
-    )
-    code = f"""
-from hf_rankattn import {name}, {config.split("(")[0]}
-{config.split("(")[0]}.register_for_auto_class()
-{name}.register_for_auto_class("AutoModel")
-{name}({config}).save_pretrained({str(tmp_path / "model")!r})
-print(1)
-"""
-    run(code)
-    load = BLOCKER + "from transformers import AutoModel\n"
-    load += f"print(type(AutoModel.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)).__name__)"
-    assert run(load, {"HF_HOME": str(tmp_path / "home")}) == name
-
-
-def test_a_head_without_an_auto_class_loads_without_the_package(tmp_path):
-    model = RankEncoderForPointRegression(
-        RankEncoderConfig(input_dim=8, num_attention_heads=3, qk_rank=2, v_head_dim=5)
-    )
-    export_model(model, tmp_path / "model", remote_code=True)
-    points = torch.linspace(-1, 1, 40).view(1, 5, 8)
-    code = BLOCKER + "import torch\nfrom transformers import AutoModel\n"
-    code += f"model = AutoModel.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)\n"
-    code += (
-        "print(model.eval()(points=torch.linspace(-1, 1, 40).view(1, 5, 8))[0].detach().double().abs().sum().item())"
-    )
-    assert float(run(code, {"HF_HOME": str(tmp_path / "home")})) == pytest.approx(fingerprint(model, points=points))
 
 
 class TestExportedFolder:
@@ -151,7 +160,7 @@ class TestExportedFolder:
         assert (tmp_path / "thesis" / "chapter.txt").read_text() == "mine"
         folder = export_model(model, tmp_path / "model")
         monkeypatch.chdir(folder)
-        with pytest.raises(ValueError, match="the folder you work in"):
+        with pytest.raises(ValueError, match="is or contains the working directory"):
             export_model(model, ".", overwrite=True)
         assert {path.name for path in tmp_path.iterdir()} == {"thesis", "model"}
 
@@ -162,7 +171,7 @@ class TestExportedFolder:
         rename, calls = Path.rename, []
 
         def flaky(self, target):
-            if str(target).endswith(LEFTOVER):  # of a temporary folder, which may keep the name it has
+            if str(target).endswith((LEFTOVER, REPLACED)):  # of a temporary folder, which may keep the name it has
                 return rename(self, target)
             calls.append(self)
             if len(calls) in (failing if isinstance(failing, tuple) else (failing,)):
@@ -182,6 +191,17 @@ class TestExportedFolder:
         finally:
             os.umask(before)
         assert folder.stat().st_mode & 0o777 == 0o750
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+    def test_replaced_files_have_the_mode_that_the_user_wants(self, tmp_path):
+        model, before = BERT.rank("Model")(BERT.rank_config()), os.umask(0o022)
+        try:
+            export_model(model, tmp_path / "model").chmod(0o700)
+            folder = export_model(model, tmp_path / "model", overwrite=True)
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_a_failed_export_leaves_nothing_half_written(self, overwrite, tmp_path, monkeypatch):
@@ -212,10 +232,15 @@ class TestExportedFolder:
             export_model(Mine(BERT.rank_config()), tmp_path / "x", remote_code=True)
         assert not list(tmp_path.iterdir())
 
-    def test_saving_a_checkpoint_copies_no_source(self, tmp_path):
-        export_model(BERT.rank("Model")(BERT.rank_config()), tmp_path / "model", remote_code=True)
-        BERT.rank("Model")(BERT.rank_config()).save_pretrained(tmp_path / "checkpoint")
-        assert not list((tmp_path / "checkpoint").glob("*.py"))
+    @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+    def test_weights_that_are_not_finite_are_refused(self, value, tmp_path):
+        model = BERT.rank("Model")(BERT.rank_config())
+        with torch.no_grad():
+            model.encoder.layer[1].output.dense.weight[3, 2] = value
+        for share in (lambda: export_model(model, tmp_path / "x"), lambda: model.push_to_hub("user/x")):
+            with pytest.raises(ValueError, match="encoder.layer.1.output.dense.weight of .* holds NaN or Inf"):
+                share()
+        assert not list(tmp_path.iterdir())
 
 
 class TestCard:
@@ -271,31 +296,45 @@ class TestCard:
         with pytest.raises(ValueError, match="configuration of a rank model, got a BertConfig"):
             model_card(BERT.stock_config(), model_class="BertModel", repo_id="me/x")
 
-    @pytest.mark.parametrize("remote_code", [False, True])
-    @pytest.mark.parametrize("kind", ["albert", "points"])
-    def test_every_snippet_on_the_card_runs(self, remote_code, kind, tmp_path):
-        if kind == "albert":
-            model = ALBERT.rank("ForSequenceClassification")(ALBERT.rank_config(qk_rank=[2, 3]))
-        else:
-            model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=4))
-        export_model(model, tmp_path / "model", remote_code=remote_code)
-        text = (tmp_path / "model" / "README.md").read_text()
-        snippets = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-        assert len(snippets) == 1 + remote_code
-        for snippet in snippets:
-            start = BLOCKER if "trust_remote_code" in snippet else ""
-            code = start + snippet + "\nprint(type(model).__name__)"
-            assert run(code, {"HF_HOME": str(tmp_path / "home")}, cwd=tmp_path) == type(model).__name__
 
-
+# pushes: new, over a card written by hand, with a card, to a branch, with a wrong token
 PUSH = """
-import torch, hf_rankattn
-from hf_rankattn import RankBertConfig, RankBertForMaskedLM
+import json, torch
+from hf_rankattn import RankBertConfig, RankBertForMaskedLM, model_card
+from huggingface_hub import HfApi
+from transformers import AutoModelForMaskedLM
 torch.manual_seed(7)
 config = RankBertConfig(vocab_size=47, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, qk_rank=3)
 model = RankBertForMaskedLM(config)
-model.push_to_hub("user/narrow-bert"{more})
-print(model.eval()(input_ids=torch.arange(1, 9)[None])[0].detach().double().abs().sum().item())
+model.push_to_hub("user/narrow-bert", remote_code=True)
+for again in range(2):
+    model.push_to_hub("user/by-hand")
+    HfApi().upload_file(path_or_fileobj=b"# By hand", path_in_repo="README.md", repo_id="user/by-hand")
+model.push_to_hub("user/with-card")
+model.push_to_hub("user/with-card", card=model_card(config, model_class="RankBertForMaskedLM", repo_id="x/y"))
+model.push_to_hub("user/narrow-bert", revision="draft", tags=["draft-tag"])
+try:
+    model.push_to_hub("user/narrow-bert", token="hf_wrong")
+    raise SystemExit("a wrong token was accepted")
+except Exception as error:
+    refused = str(error)
+loaded = AutoModelForMaskedLM.from_pretrained("user/narrow-bert")
+sums = [m.eval()(input_ids=torch.arange(1, 9)[None])[0].detach().double().abs().sum().item() for m in (model, loaded)]
+print(json.dumps([refused, *sums]))
+"""
+
+# pushes what is in a folder, then a model that was changed since it was loaded, then what is on the Hub
+PUSH_LOADED = """
+import sys, torch
+from hf_rankattn import RankBertForMaskedLM, convert_rank
+folder = sys.argv[1]
+RankBertForMaskedLM.from_pretrained(folder).push_to_hub("user/same")
+changed = RankBertForMaskedLM.from_pretrained(folder)
+changed.cls.predictions.bias.data += 1
+changed.push_to_hub("user/changed", remote_code=False)
+convert_rank(RankBertForMaskedLM.from_pretrained(folder), 2).push_to_hub("user/narrower")
+RankBertForMaskedLM.from_pretrained("user/same").push_to_hub("user/again")
+RankBertForMaskedLM.from_pretrained("user/same").push_to_hub("user/no-source", remote_code=False)
 """
 
 
@@ -308,45 +347,63 @@ class TestHub:
             yield hub
 
     def test_push_and_load_with_and_without_the_package(self, hub):
-        online = {"HF_HUB_OFFLINE": "0"}
-        expected = pytest.approx(float(run(PUSH.format(more=", remote_code=True"), {**hub.env(), **online})), rel=1e-6)
+        refused, pushed, loaded = json.loads(run(PUSH, env=hub.env()).stdout.strip().splitlines()[-1])
+        assert "401" in refused and loaded == pytest.approx(pushed, rel=1e-6)
         files = hub.files("user/narrow-bert")
         assert {"README.md", "config.json", "model.safetensors", "modeling_rank_bert.py"} <= set(files)
         card = ModelCard(files["README.md"].decode())
         assert "qk_rank-3" in card.data.tags and 'from_pretrained("user/narrow-bert"' in card.text
-        for start, more in (("import hf_rankattn\n", ""), (BLOCKER, ", trust_remote_code=True")):
-            load = LOAD.format(loader="AutoModelForMaskedLM", where="user/narrow-bert", more=more)
-            code = start + "from transformers import AutoModelForMaskedLM\n" + load + FINGERPRINT
-            assert float(run(code, {**hub.env(), **online})) == expected
-
-    def test_a_card_written_by_hand_survives_a_second_push(self, hub):
-        online = {"HF_HUB_OFFLINE": "0"}
-        run(PUSH.format(more=""), {**hub.env(), **online})
-        by_hand = (
-            "from huggingface_hub import HfApi\n"
-            "HfApi().upload_file(path_or_fileobj=b'# By hand', path_in_repo='README.md', repo_id='user/narrow-bert')\n"
-            "print(1)"
-        )
-        run(by_hand, {**hub.env(), **online})
-        run(PUSH.format(more=""), {**hub.env(), **online})
-        assert hub.files("user/narrow-bert")["README.md"] == b"# By hand"
-        card = "from hf_rankattn import model_card\n"
-        run(
-            card + PUSH.format(more=", card=model_card(config, model_class='RankBertForMaskedLM', repo_id='x/y')"),
-            {**hub.env(), **online},
-        )
-        assert b"rank-attention" in hub.files("user/narrow-bert")["README.md"]
-
-    def test_branches_and_tags(self, hub):
-        env = {**hub.env(), "HF_HUB_OFFLINE": "0"}
-        run(PUSH.format(more=""), env)
-        run(PUSH.format(more=", revision='draft', tags=['draft-tag']"), env)
+        job = json.dumps({"it": ("user/narrow-bert", "AutoModelForMaskedLM", TRUST)})
+        answer = json.loads(run(BLOCKER + LOAD, job, env=hub.env()).stdout.strip().splitlines()[-1])
+        assert answer["it"] == ["RankBertForMaskedLM", pytest.approx(pushed, rel=1e-6)]
+        assert hub.files("user/by-hand")["README.md"] == b"# By hand"
+        assert b"x/y" in hub.files("user/with-card")["README.md"]
         assert b"draft-tag" in hub.files("user/narrow-bert", revision="draft")["README.md"]
-        assert b"draft-tag" not in hub.files("user/narrow-bert")["README.md"]
+        assert b"draft-tag" not in files["README.md"]
 
-    def test_a_wrong_token_is_an_error(self, hub):
-        env = {**hub.env(), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_wrong"}
-        result = subprocess.run(
-            [sys.executable, "-c", PUSH.format(more="")], capture_output=True, text=True, env={**os.environ, **env}
+    def test_a_loaded_model_is_pushed_with_the_card_and_tokenizer_of_its_folder(self, hub, tmp_path):
+        model = BERT.rank("ForMaskedLM")(BERT.rank_config(qk_rank=3))
+        fields = {"task_type": "fill-mask", "dataset_type": "x", "dataset_name": "Held-out", "metric_type": "loss"}
+        card = model_card(
+            model.config,
+            model_class="RankBertForMaskedLM",
+            auto_class="AutoModelForMaskedLM",
+            repo_id="cut",
+            base_model="google-bert/bert-base-uncased",
+            results=[EvalResult(**fields, metric_value=2.75)],
+            remote_code=True,
         )
-        assert result.returncode != 0 and "401" in result.stderr
+        folder = export_model(model, tmp_path / "cut", card=card, remote_code=True)
+        beside = {"vocab.txt": "[UNK]\nrank\n", "tokenizer_config.json": "{}", "modules.json": "[]"}
+        for name, text in {**beside, "notes.txt": "private"}.items():
+            (folder / name).write_text(text)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text("{}")
+        (tmp_path / "secret").write_text("private")
+        (folder / "merges.txt").symlink_to(tmp_path / "secret")
+        source = {path.name for path in folder.glob("*.py")}
+        result = run(PUSH_LOADED, str(folder), env=hub.env())
+        model_files = {"README.md", "config.json", "model.safetensors", ".gitattributes"}
+        carried = {*beside, "1_Pooling/config.json", *model_files}
+        for repo_id, expected in {
+            "user/same": carried | source,
+            "user/changed": carried,
+            "user/narrower": carried | source,
+            "user/again": carried | source,
+            "user/no-source": carried,
+        }.items():
+            files = hub.files(repo_id)
+            assert set(files) == expected, repo_id
+            assert ("auto_map" in json.loads(files["config.json"])) == (source < expected)
+            text = files["README.md"].decode()
+            assert f'("{repo_id}"' in text and '("cut"' not in text
+            assert ("trust_remote_code=True" in text) == (source < expected)
+            data = ModelCard(text).data.to_dict()
+            assert data["library_name"] == ("transformers" if source < expected else "hf_rankattn")
+            assert data["base_model"] == "google-bert/bert-base-uncased"
+            if repo_id in ("user/changed", "user/narrower"):  # the numbers are not theirs
+                assert "model-index" not in data and "No measurements were given" in text
+            else:
+                assert data["model-index"][0]["results"][0]["metrics"][0]["value"] == 2.75
+                assert "| Held-out |  | loss | 2.75 |" in text
+        assert result.stderr.count("is not uploaded, since it is not about this model") == 2

@@ -15,12 +15,13 @@ from slurm_node import SlurmNode, SlurmNotAvailable, slurm_node
 from testing_common import hear_interrupts
 from worker_slurm import SAVE_EVERY, run_slowly
 
-from hf_rankattn.experiments import reproduce, training
-from hf_rankattn.experiments.engines import CellFailed, run_slurm
-from hf_rankattn.experiments.grid import Cell
-from hf_rankattn.experiments.points import training_cell
-from hf_rankattn.experiments.results import ResultFolder
-from hf_rankattn.experiments.training import PointTraining, train_points
+from hf_rankattn.papers import reproduce
+from hf_rankattn.papers.rank_benefits import _training as training
+from hf_rankattn.papers.rank_benefits._points import training_cell
+from hf_rankattn.papers.rank_benefits._training import PointTraining, train_points
+from hf_rankattn.papers.sweep.engines import CellFailed, run_slurm
+from hf_rankattn.papers.sweep.grid import Cell
+from hf_rankattn.papers.sweep.results import ResultFolder
 
 
 pytestmark = pytest.mark.slow

@@ -3,13 +3,15 @@
 import pytest
 import torch
 import transformers.models.auto.modeling_auto as modeling_auto
-from testing_common import FAMILIES, FAMILY_IDS, TASK_IDS, TASKS, float_tensors, tiny_inputs
+from testing_common import FAMILIES, FAMILY_IDS, TASK_IDS, TASKS, XLNET, float_tensors, tiny_inputs
 from transformers import AutoTokenizer, BertTokenizer
 
 
 @pytest.mark.parametrize("family, suffix", TASKS, ids=TASK_IDS)
 class TestEveryTaskClass:
     def test_same_seed_same_weights_under_the_same_names(self, family, suffix):
+        if family is XLNET and torch.get_default_dtype() != torch.float32:
+            pytest.skip("stock XLNet draws weights in float32 whatever the default dtype is")
         torch.manual_seed(3)
         stock = family.stock(suffix)(family.stock_config()).state_dict()
         torch.manual_seed(3)

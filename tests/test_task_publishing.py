@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import load_dataset
 from hub_stand_in import HubStandIn
 from huggingface_hub import DatasetCard
 from test_sharing import BLOCKER
 from typer.testing import CliRunner
 
-from hf_rankattn import cli
-from hf_rankattn.tasks import baselines, publishing, task_builder
-from hf_rankattn.tasks.publishing import make_data
+from hf_rankattn.tasks import _publishing, baselines, make_data, task_builder
+from rankattn_cli import main as cli
 
 
 SMALL = {"num_examples": 40, "num_eval_examples": 10}
@@ -25,32 +25,28 @@ READ = (
 import json
 import datasets
 datasets.disable_progress_bars()
-data = datasets.load_dataset(WHERE, CONFIG)
-report = {}
-for split, rows in data.items():
-    columns = rows.with_format("numpy")[:]
-    sums = {name: [list(array.shape), float(array.astype("float64").sum())] for name, array in columns.items()}
-    report[split] = [rows.features.to_dict(), sums]
-assert not [name for name in sys.modules if name.startswith("hf_rankattn")]
-print(json.dumps(report))
+
+def report(where, config):
+    found = {}
+    for split, rows in datasets.load_dataset(where, config).items():
+        columns = rows.with_format("numpy")[:]
+        sums = {name: [list(array.shape), float(array.astype("float64").sum())] for name, array in columns.items()}
+        found[split] = [rows.features.to_dict(), sums]
+    return found
 """
 )
 
 
-def reading(where: str, config: str) -> str:
-    """Code that prints the features of each split, and the shape and the sum of each column."""
-    return READ.replace("WHERE", repr(where)).replace("CONFIG", repr(config))
-
-
-def run_clean(code: str, home: Path, cwd: Path | None = None, **env: str) -> str:
-    """Run code where this package is not importable; return the last line it prints."""
+def run_clean(code: str, home: Path, cwd: Path | None = None, **env: str) -> list[str]:
+    """Run code in a process that cannot import this package; return the lines that it prints."""
     environment = {**os.environ, "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets"), **env}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd)
     assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.strip().splitlines()[-1]
+    return result.stdout.strip().splitlines()
 
 
-def check_report(report: dict, builder) -> None:
+def check_report(line: str, builder) -> None:
+    report = json.loads(line)
     assert list(report) == ["train", "validation", "test"]
     for split, (features, columns) in report.items():
         assert features == json.loads(json.dumps(builder.info.features.to_dict()))
@@ -61,22 +57,24 @@ def check_report(report: dict, builder) -> None:
 
 
 class TestFolder:
-    @pytest.mark.parametrize(
-        "task, configs, parameters",
-        [
+    def test_is_read_without_this_package_and_the_snippet_of_the_card_runs(self, tmp_path):
+        folders = [
             ("farthest_neighbor", ["d64_n4", "d16_n16"], SMALL),
-            ("convex_hull", [], SMALL),
+            ("convex_hull", ["n10"], SMALL),
             ("memorization", ["package_text_l32"], {}),
-        ],
-        ids=["farthest", "hull", "memorization"],
-    )
-    def test_is_read_without_this_package(self, task, configs, parameters, tmp_path):
-        made = make_data(task, tmp_path / "made", configs, **parameters)
-        assert {path.name for path in tmp_path.iterdir()} == {"made"}
-        last = configs[-1] if configs else "n10"
-        builder = task_builder(task, last, **parameters)
-        report = json.loads(run_clean(reading(made.folder, last), tmp_path / "home"))
-        check_report(report, builder)
+        ]
+        code = READ
+        for task, configs, parameters in folders:
+            made = make_data(task, tmp_path / task, configs, **parameters)
+            code += f"print(json.dumps(report({made.folder!r}, {configs[-1]!r})))\n"
+        make_data("sorting", tmp_path / "made", **SMALL)
+        assert {path.name for path in tmp_path.iterdir()} == {"made", *(task for task, _, _ in folders)}
+        code += (tmp_path / "made" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        code += "\nprint(data['train'].num_rows, data['train'].column_names)"
+        *reports, snippet = run_clean(code, tmp_path / "home", cwd=tmp_path)
+        for (task, configs, parameters), line in zip(folders, reports, strict=True):
+            check_report(line, task_builder(task, configs[-1], **parameters))
+        assert snippet == "40 ['input_ids', 'labels']"
 
     def test_the_card_says_what_is_inside(self, tmp_path):
         made = make_data("farthest_neighbor", tmp_path / "made", ["d64_n16", "d64_n4"], license="cc0-1.0", **SMALL)
@@ -85,32 +83,22 @@ class TestFolder:
         assert data["license"] == "cc0-1.0" and data["size_categories"] == ["n<1K"]
         assert [entry["config_name"] for entry in data["configs"]] == ["d64_n16", "d64_n4"]
         (splits,) = (info["splits"] for info in data["dataset_info"] if info["config_name"] == "d64_n4")
-        assert {split["name"]: split["num_examples"] for split in splits} == {
-            "train": 40,
-            "validation": 10,
-            "test": 10,
-        }
-        measured = baselines("farthest_neighbor", "d64_n16", **SMALL)
-        assert (
-            f"| own_token_and_mean_pool | {measured['own_token_and_mean_pool']['neighbor_error']:.4g} |" in card.text
-        )
+        assert [(split["name"], split["num_examples"]) for split in splits] == [
+            ("train", 40),
+            ("validation", 10),
+            ("test", 10),
+        ]
+        measured = baselines("farthest_neighbor", "d64_n16", **SMALL)["own_token_and_mean_pool"]["neighbor_error"]
+        assert f"| own_token_and_mean_pool | {measured:.4g} |" in card.text
         for part in ("## How the labels are made", "## Citation", "2407.16153", "`points`", "dim 64, num_points 4"):
             assert part in card.text
         assert "\n\n\n" not in card.text
 
-    def test_the_snippet_on_the_card_runs(self, tmp_path):
-        make_data("sorting", tmp_path / "made", **SMALL)
-        snippet = (tmp_path / "made" / "README.md").read_text().split("```python\n")[1].split("```")[0]
-        code = BLOCKER + snippet + "\nprint(data['train'].num_rows, data['train'].column_names)"
-        assert run_clean(code, tmp_path / "home", cwd=tmp_path) == "40 ['input_ids', 'labels']"
-
     def test_a_large_split_makes_several_files(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(publishing, "FILE_BYTES", 2_000_000)
+        monkeypatch.setattr(_publishing, "FILE_BYTES", 2_000_000)
         make_data("farthest_neighbor", tmp_path / "made", num_examples=700, num_eval_examples=10)
         names = sorted(path.name for path in (tmp_path / "made" / "d64_n16").glob("train*"))
         assert names == [f"train-{number:05d}-of-00003.parquet" for number in range(3)]
-        from datasets import load_dataset
-
         rows = load_dataset(str(tmp_path / "made"), "d64_n16", split="train", cache_dir=str(tmp_path / "cache"))
         expected = task_builder("farthest_neighbor").sample("train", 700)["points"]
         np.testing.assert_array_equal(rows.with_format("numpy")[:]["points"], expected)
@@ -127,7 +115,7 @@ class TestFolder:
         with pytest.raises(ValueError, match="does not hold data of a task"):
             make_data("sorting", tmp_path / "thesis", overwrite=True)
         monkeypatch.chdir(folder)
-        with pytest.raises(ValueError, match="the folder you work in"):
+        with pytest.raises(ValueError, match="is or contains the working directory"):
             make_data("sorting", ".", overwrite=True)
         assert {path.name for path in tmp_path.iterdir()} == {"made", "thesis"}
 
@@ -140,34 +128,29 @@ class TestFolder:
         def fail(*arguments, **fields):
             raise OSError("disk full")
 
-        monkeypatch.setattr(publishing, "card_of", fail)
+        monkeypatch.setattr(_publishing, "card_of", fail)
         with pytest.raises(OSError, match="disk full"):
             make_data("sorting", tmp_path / "made", overwrite=overwrite, seed=1, **SMALL)
         assert [path.name for path in tmp_path.iterdir()] == (["made"] if overwrite else [])
         if overwrite:
             assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def test_who_comes_second_does_not_replace_what_the_first_has_written(self, tmp_path, monkeypatch):
-        card_of = publishing.card_of
+    def test_a_folder_of_another_process_is_not_replaced(self, tmp_path, monkeypatch):
+        card_of = _publishing.card_of
 
-        def first_comes_in_between(*arguments, **fields):
+        def other_process_writes(*arguments, **fields):
             (tmp_path / "made").mkdir()
             (tmp_path / "made" / "README.md").write_text("of the first")
             return card_of(*arguments, **fields)
 
-        monkeypatch.setattr(publishing, "card_of", first_comes_in_between)
+        monkeypatch.setattr(_publishing, "card_of", other_process_writes)
         with pytest.raises(ValueError, match="was made by another process meanwhile"):
             make_data("sorting", tmp_path / "made", **SMALL)
         assert [path.name for path in tmp_path.rglob("*")] == ["made", "README.md"]
         assert (tmp_path / "made" / "README.md").read_text() == "of the first"
 
-    @pytest.mark.parametrize("parameter", ["dim", "num_points", "num_examples"])
-    def test_numbers_beyond_all_arrays(self, parameter, tmp_path):
-        with pytest.raises(ValueError, match=f"`{parameter}` must be at most 2147483647"):
-            make_data("farthest_neighbor", tmp_path / "made", **{**SMALL, parameter: 10**30})
-
-    def test_configs_that_come_out_alike_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="two of the configs come out as 'd64_n8'"):
+    def test_configs_with_equal_names_are_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="two of the configs have the same name 'd64_n8'"):
             make_data("farthest_neighbor", tmp_path / "made", ["d64_n4", "d64_n16"], num_points=8)
         assert not list(tmp_path.iterdir())
 
@@ -180,18 +163,7 @@ class TestCommand:
         assert "Example: rankattn make-data" in self.invoke("--help").output
 
     def test_json_names_rows_and_baselines(self, tmp_path):
-        options = [
-            "--dim",
-            "8",
-            "--num-points",
-            "4",
-            "--num-examples",
-            "30",
-            "--num-eval-examples",
-            "5",
-            "--seed",
-            "3",
-        ]
+        options = "--dim 8 --num-points 4 --num-examples 30 --num-eval-examples 5 --seed 3".split()
         result = self.invoke("farthest_neighbor", "--out", str(tmp_path / "made"), "--json", *options)
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
@@ -203,16 +175,24 @@ class TestCommand:
         (tmp_path / "text.txt").write_text("\n\n".join(f"Line number {i} of a poem." for i in range(20)))
         out = ["--out", str(tmp_path / "made"), "--text-file", str(tmp_path / "text.txt"), "--max-length", "8"]
         result = self.invoke("memorization", *out)
-        assert result.exit_code == 0 and "text_l8, 16 train, 2 validation, 2 test rows" in result.stdout.replace(
-            "\n", ""
-        )
+        assert result.exit_code == 0
+        assert "text_l8, 16 train, 2 validation, 2 test rows" in result.stdout.replace("\n", "")
         assert "poem" not in (tmp_path / "made" / "README.md").read_text()
+
+    def test_no_home_is_needed(self, tmp_path):
+        command = "-m hf_rankattn make-data sorting --num-examples 5 --out".split()
+        nowhere = {"HOME": "/dev/null", "HF_HOME": "/dev/null/hf", "HF_DATASETS_CACHE": "/dev/null/datasets"}
+        command = [sys.executable, *command, str(tmp_path / "made")]
+        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **nowhere})
+        assert result.returncode == 0, result.stderr[-2000:]
+        assert list((tmp_path / "made").rglob("train-*.parquet"))
 
     def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, monkeypatch, capsys):
         for arguments, message in [
-            (["explode"], "there is no task 'explode'; the tasks are farthest_neighbor"),
+            (["explode"], "there is no task 'explode'; the tasks are biased_nearest_neighbor"),
             (["sorting", "--dim", "3"], "sorting has no parameter 'dim'"),
-            (["farthest_neighbor", "--num-points", "1"], "`num_points` must be at least 2, got 1"),
+            (["farthest_neighbor", "--num-points", "1"], "--num-points must be at least 2, got 1"),
+            (["farthest_neighbor", "--num-points", f"{10**30}"], "--num-points must be at most 2147483647"),
             (["sorting", "--push", "me/x"], "while HF_HUB_OFFLINE is set"),
         ]:
             monkeypatch.setattr(sys, "argv", ["rankattn", "make-data", *arguments, "--out", str(tmp_path / "made")])
@@ -226,34 +206,60 @@ class TestCommand:
 class TestHub:
     """Against a stand-in of the Hub's HTTP interface on loopback, through the real clients."""
 
+    ARGUMENTS = "make-data --push user/tasks --num-examples 40 --num-eval-examples 10".split()
+
     @pytest.fixture
-    def hub(self):
+    def hub(self, monkeypatch, tmp_path_factory):
+        constants = "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # before retries
         with HubStandIn() as hub:
+            monkeypatch.setattr(f"{constants}.ENDPOINT", hub.endpoint)
+            template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+            monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+            monkeypatch.setenv("HF_TOKEN", hub.token)
             yield hub
 
-    def push(self, hub, folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "hf_rankattn", "make-data", *arguments, "--out", str(folder)]
-        sizes = ["--push", "user/tasks", "--num-examples", "40", "--num-eval-examples", "10"]
-        environment = {**os.environ, **hub.env(), **env}
-        return subprocess.run([*command, *sizes], capture_output=True, text=True, env=environment)
+    def refused(self, capsys, *arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*self.ARGUMENTS, *arguments])
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.count("\n") == 1
+        return error
 
-    def test_what_is_pushed_is_what_was_written_and_loads_without_this_package(self, hub, tmp_path):
-        result = self.push(hub, tmp_path / "made", "farthest_neighbor", "--config", "d64_n4", "--config", "d16_n16")
-        assert result.returncode == 0, result.stderr[-2000:]
+    def test_what_is_pushed_is_what_was_written_and_loads_without_this_package(self, hub, tmp_path, capsys):
+        configs = ["--config", "d64_n4", "--config", "d16_n16"]
+        result = CliRunner().invoke(
+            cli.app, [*self.ARGUMENTS, "farthest_neighbor", *configs, "--out", str(tmp_path / "made")]
+        )
+        assert result.exit_code == 0, result.output
         pushed = hub.files("user/tasks", "dataset")
         for path in (tmp_path / "made").rglob("*.*"):
             assert pushed[path.relative_to(tmp_path / "made").as_posix()] == path.read_bytes()
-        card = DatasetCard(pushed["README.md"].decode())
-        assert 'load_dataset("user/tasks", "d64_n4")' in card.text
+        assert 'load_dataset("user/tasks", "d64_n4")' in DatasetCard(pushed["README.md"].decode()).text
         env = hub.env()
-        report = run_clean(reading("user/tasks", "d16_n16"), Path(env.pop("HF_HOME")), **env)
-        check_report(json.loads(report), task_builder("farthest_neighbor", "d16_n16", **SMALL))
+        code = READ + "print(json.dumps(report('user/tasks', 'd16_n16')))"
+        (line,) = run_clean(code, Path(env.pop("HF_HOME")), **env)
+        check_report(line, task_builder("farthest_neighbor", "d16_n16", **SMALL))
         # a card that would hide d16_n16 is not pushed, and nothing is written
-        result = self.push(hub, tmp_path / "again", "farthest_neighbor", "--config", "d64_n4")
-        assert result.returncode == 2 and "other configs, which a new card would hide: d16_n16" in result.stderr
+        error = self.refused(capsys, "farthest_neighbor", "--config", "d64_n4", "--out", str(tmp_path / "again"))
+        assert "other configs, which a new card would hide: d16_n16" in error
         assert not (tmp_path / "again").exists() and hub.files("user/tasks", "dataset") == pushed
 
-    def test_a_wrong_token_is_one_line_before_anything_is_drawn(self, hub, tmp_path):
-        result = self.push(hub, tmp_path / "made", "sorting", HF_TOKEN="hf_wrong")
-        assert result.returncode == 2 and "401" in result.stderr and result.stderr.count("\n") <= 2
+    def test_without_network_the_error_is_one_line_that_names_the_written_folder(
+        self, hub, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        arguments = ["sorting", "--out", str(tmp_path / "made")]
+        assert "'user/tasks' cannot be written" in self.refused(capsys, *arguments) and not list(tmp_path.iterdir())
+        # the network may also be lost later
+        monkeypatch.setattr(_publishing, "open_repository", lambda repo, names: repo)
+        assert "made is written, but could not be uploaded to 'user/tasks'" in self.refused(capsys, *arguments)
+        assert (tmp_path / "made" / "README.md").exists()
+
+    def test_a_wrong_token_is_one_line_before_anything_is_drawn(self, hub, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        assert "401" in self.refused(capsys, "sorting", "--out", str(tmp_path / "made"))
         assert not list(tmp_path.iterdir())

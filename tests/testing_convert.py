@@ -6,7 +6,8 @@ from testing_common import attention_modules, float_tensors, tiny_inputs
 
 def trained_like(family, suffix="Model", **fields):
     """A tiny stock model in float64 with weights and biases large enough for logits that matter."""
-    model = family.stock(suffix)(family.stock_config(**fields)).double().eval()
+    # drawn in float32, so that it is the same model under any default dtype
+    model = family.stock(suffix)._from_config(family.stock_config(**fields), dtype=torch.float32).double().eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in model.parameters():
@@ -35,3 +36,90 @@ def first_attention(model):
     return next(
         module for name, module in model.named_modules() if name.endswith(names) and hasattr(module, "query" if "rel" not in name else "q")
     )  # fmt: skip
+
+
+def caught_inputs(model, batch):
+    """What the first attention module is called with, once for each of its applications: states, XLNet's position codes."""
+    caught = []
+    attention, _ = entries(model)
+
+    def hook(module, args, kwargs):
+        states = args[0] if args else kwargs["hidden_states"]
+        caught.append((states, args[4].double() if hasattr(module, "q") else None))
+
+    handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    return caught
+
+
+def rows_of_head(tensors, head, heads, caught, batch, causal=False):
+    """Every real row of every text: `(x, Y, form)` with logits `Y form^T x` over the keys that the row sees, naively."""
+    rows = []
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    types = batch.get("token_type_ids")
+    for states, codes in caught:
+        for text, real in enumerate(mask):
+            places = real.nonzero()[:, 0]
+            if codes is None:
+                width = len(tensors["query.weight"]) // heads
+                own = slice(head * width, (head + 1) * width)
+                tokens = states[text][real]
+                query, key = (
+                    tokens @ tensors[f"{name}.weight"][own].T + tensors[f"{name}.bias"][own]
+                    for name in ("query", "key")
+                )
+                form = torch.eye(width, dtype=query.dtype)
+                rows += [(query[i], key[: i + 1] if causal else key, form) for i in range(len(places))]
+                continue
+            tokens, width = states[:, text][real], tensors["q"].shape[-1]
+            one = torch.eye(width, dtype=tokens.dtype)
+            biases = torch.cat([tensors[f"r_{name}_bias"][head] for name in ("w", "r", "s")])
+            form = torch.cat([one.repeat(1, 3), biases[None]])
+            for i, place in enumerate(places):
+                content = tokens @ tensors["k"][:, head]
+                position = codes[len(real) - place + places, text] @ tensors["r"][:, head]
+                segment = torch.zeros_like(content)
+                if types is not None:
+                    segment = tensors["seg_embed"][(types[text, places] != types[text, place]).long(), head]
+                query = torch.cat([tokens[i] @ tensors["q"][:, head], tokens.new_ones(1)])
+                rows.append((query, torch.cat([content, position, segment], dim=1), form))
+    return rows
+
+
+def own_text_error(old_rows, new_rows) -> float:
+    """The variance of the change of logits along each row, summed over the rows: what calibration minimises."""
+    total = 0.0
+    for (x, y, form), (x_new, y_new, form_new) in zip(old_rows, new_rows, strict=True):
+        total += float((y @ form.T @ x - y_new @ form_new.T @ x_new).var(correction=0))
+    return total
+
+
+def best_by_brute_force(rows, rank, starts=3) -> float:
+    """The smallest error that any factors of this rank leave, by L-BFGS from random starts; shares no code with the library."""
+    form = rows[0][2]
+    x = torch.stack([row[0] for row in rows])
+    longest = max(len(row[1]) for row in rows)
+    y = torch.stack([torch.nn.functional.pad(row[1], (0, 0, 0, longest - len(row[1]))) for row in rows])
+    weights = torch.stack([(torch.arange(longest) < len(row[1])).double() / len(row[1]) for row in rows])
+    found = []
+    for start in range(starts):
+        generator = torch.Generator().manual_seed(start)
+        factors = [torch.randn(n, rank, generator=generator, dtype=form.dtype).requires_grad_() for n in form.shape]
+        optimizer = torch.optim.LBFGS(factors, max_iter=400, history_size=30, line_search_fn="strong_wolfe")
+
+        def loss():
+            change = ((x @ (form - factors[0] @ factors[1].T))[:, None] * y).sum(-1)  # noqa: B023
+            centred = change - (weights * change).sum(-1, keepdim=True)
+            return (weights * centred.square()).sum()
+
+        def closure():
+            optimizer.zero_grad()  # noqa: B023
+            value = loss()  # noqa: B023
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+        found.append(float(loss().detach()))
+    return min(found)

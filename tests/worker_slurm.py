@@ -3,10 +3,10 @@
 import os
 import time
 
-from hf_rankattn.experiments import training
-from hf_rankattn.experiments.grid import Cell
-from hf_rankattn.experiments.results import ResultFolder
-from hf_rankattn.experiments.runner import run_cell
+from hf_rankattn.papers.rank_benefits import _training as training
+from hf_rankattn.papers.sweep.grid import Cell
+from hf_rankattn.papers.sweep.results import ResultFolder
+from hf_rankattn.papers.sweep.runner import run_cell
 
 
 SAVE_EVERY = 50

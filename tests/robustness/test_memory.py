@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from testing_common import small_bert
+from testing_probe import hook_counts
 
 from hf_rankattn import ablate, measure_attention, measure_collapse, path_lengths
 
@@ -24,11 +25,6 @@ def resident() -> int:
 
 def live_tensors() -> int:
     return sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
-
-
-def hooks(model: torch.nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
 def ablated(model, batch):
@@ -57,9 +53,9 @@ def test_memory_is_bounded(name):
             MEASUREMENTS[name](model, batch)
             if call == WARM:
                 gc.collect()
-                warm = resident(), live_tensors(), hooks(model)
+                warm = resident(), live_tensors(), sum(hook_counts(model))
     gc.collect()
-    end = resident(), live_tensors(), hooks(model)
+    end = resident(), live_tensors(), sum(hook_counts(model))
     print(
         name, f"RSS {warm[0] / 2**20:.1f} -> {end[0] / 2**20:.1f} MiB, tensors {warm[1]} -> {end[1]}, hooks {end[2]}"
     )

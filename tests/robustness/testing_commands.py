@@ -1,4 +1,4 @@
-"""Commands run as a user runs them, in this process or in one of their own, and what they may leave behind."""
+"""Helpers: run a command in this process or in its own, and check how it ended."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from hf_rankattn import cli
+from rankattn_cli import main as cli
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Ended:
 
 
 def run_here(arguments: list[str]) -> Ended:
-    """`rankattn ARGUMENTS` in this process: what leaves `main` other than by an exit is a traceback, and raised."""
+    """`rankattn ARGUMENTS` in this process. An exception other than an exit is raised."""
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", ["rankattn", *arguments]), redirect_stdout(out), redirect_stderr(err):
         try:
@@ -42,10 +42,9 @@ def run_here(arguments: list[str]) -> Ended:
 
 def start(arguments: list[str], cwd: Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "hf_rankattn", *arguments], cwd=cwd, env=environment, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "hf_rankattn", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **pipes)
 
 
 def wait(process: subprocess.Popen, seconds: float = 300) -> Ended:
@@ -54,7 +53,7 @@ def wait(process: subprocess.Popen, seconds: float = 300) -> Ended:
 
 
 def refused_in_one_line(ended: Ended) -> None:
-    """Exit code 2, no traceback, and the last line says what is wrong, of usage errors too."""
+    """Exit code 2, no traceback, and a last line that says what is wrong."""
     assert ended.code == 2, ended
     assert "Traceback" not in ended.err + ended.out, ended.err
     assert ended.last_line.startswith("rankattn: ") and len(ended.last_line) > 30, ended.err
@@ -63,7 +62,7 @@ def refused_in_one_line(ended: Ended) -> None:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    """All files below a folder with what they hold, hidden ones and empty folders included."""
+    """All files below a folder with their bytes, hidden files and empty folders included."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
