@@ -32,9 +32,6 @@ test-upstream: $(STAMP)
 	$(BIN)/python tests/upstream/run.py --jobs 2
 
 style: $(STAMP)
-	for folder in rank_albert rank_encoder rank_xlnet; do \
-		(cd hf_rankattn/models/rank_bert && cp heads.py building.py stock_fields.py ../$$folder/); \
-	done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -42,6 +39,7 @@ quality: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)
 	mkdir -p build
@@ -61,11 +59,11 @@ release-check:
 	$(RELEASE)/tools/bin/python $(PIP_INSTALL) build twine
 	$(RELEASE)/tools/bin/python -m build
 	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
-	! $(RELEASE)/tools/bin/python -m zipfile -l dist/*.whl | tail -n +2 | grep -v -E '^(hf_rankattn/|hf_rankattn-[^/]*\.dist-info/|rankattn_command\.py )'
+	! $(RELEASE)/tools/bin/python -m zipfile -l dist/*.whl | tail -n +2 | grep -v -E '^(hf_rankattn/|hf_rankattn-[^/]*\.dist-info/|rankattn_cli/)'
 	$(PYTHON) -m venv $(RELEASE)/empty
 	$(RELEASE)/empty/bin/python $(PIP_INSTALL) --constraint constraints.txt "$$(ls dist/*.whl)[test]"
 	mkdir $(RELEASE)/outside
 	tar -xzf dist/*.tar.gz -C $(RELEASE)/outside --strip-components 1
-	rm -r $(RELEASE)/outside/hf_rankattn* $(RELEASE)/outside/rankattn_command.py
+	rm -r $(RELEASE)/outside/hf_rankattn* $(RELEASE)/outside/rankattn_cli
 	cd $(RELEASE)/outside && env -u PYTHONPATH $(RELEASE)/empty/bin/python -m pytest -n $(JOBS) $(TESTS)
 	rm -r $(RELEASE)

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 
 # imported once, by the process that all others are forked from: transformers alone takes seconds
-PRELOADED = ["transformers.models.bert.modeling_bert", "hf_rankattn.survey", "hf_rankattn.converting"]
+PRELOADED = ["transformers.models.bert.modeling_bert", "hf_rankattn.probe.survey", "hf_rankattn.convert.checkpoint"]
 
 
 def on_threads(threads: int, call: Callable[..., Any], arguments: tuple) -> Any:

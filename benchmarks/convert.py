@@ -8,8 +8,9 @@ from benchmarks.apart import apart
 from benchmarks.measure_command import minilm
 from benchmarks.memory import high_water_mark
 from benchmarks.timing import Row, at_least, at_most
-from hf_rankattn import convert_rank, converting
-from hf_rankattn.texts import package_text
+from hf_rankattn import convert_rank
+from hf_rankattn.convert import checkpoint as converting
+from hf_rankattn.files.texts import package_text
 
 
 CASES = {
@@ -66,8 +67,7 @@ def run(repeats: int) -> Iterator[Row]:
 
 
 def cosine(what: str, prototype: float, seen: dict[str, float]) -> Row:
-    retrieval = f"{seen['half_retrieval_accuracy']:.3f} of {seen['half_retrieval_accuracy_of_the_original']:.3f}"
-    note = f"{seen['embedding_cosine']:.4f}; retrieval {retrieval}"
+    note = f"{seen['embedding_cosine']:.4f}; nearest text {seen['nearest_text_agreement']:.3f}"
     ratio = seen["embedding_cosine"] / prototype
     return at_least(f"{what}: cosine", f"prototype {prototype}", ratio, 1.0, note).counted(0.005)
 

@@ -14,8 +14,8 @@ from transformers.utils import logging
 from benchmarks.apart import apart
 from benchmarks.memory import high_water_mark
 from benchmarks.timing import Row, at_most, cpu_seconds, median_ratio, timed
-from hf_rankattn.survey import measure_checkpoint
-from hf_rankattn.texts import package_text
+from hf_rankattn.files.texts import package_text
+from hf_rankattn.probe.survey import measure_checkpoint
 
 
 EXAMPLES, LENGTH = 8, 128

@@ -1,8 +1,4 @@
-"""Write docs/api.md from the docstrings of the public names; with --check, only say whether it is up to date.
-
-python docs/build_api.py
-python docs/build_api.py --check
-"""
+"""Write docs/api.md from the docstrings of the public names: python docs/build_api.py"""
 
 import inspect
 import re
@@ -18,7 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 import hf_rankattn
-from hf_rankattn import experiments, tasks, theory
+from hf_rankattn import papers as experiments
+from hf_rankattn import tasks, theory
 from hf_rankattn.theory import constructions
 
 
@@ -30,7 +27,7 @@ HEAD = """# API
 Made from the docstrings by `python docs/build_api.py`; a test fails where the two differ. What stands here without a module is
 imported from `hf_rankattn`.
 """
-# Room -> title, pages with the whole story, where its names come from.
+# room -> title, pages with more, module of its names
 ROOMS = {
     "models": ("Models", "models.md", "hf_rankattn"),
     "convert": ("Another rank for a checkpoint", "convert.md", "hf_rankattn"),
@@ -41,12 +38,12 @@ ROOMS = {
     "theory": ("Theory", "theory.md", "hf_rankattn.theory"),
     "constructions": ("Constructions", "theory.md", "hf_rankattn.theory.constructions"),
     "more tasks": ("More of the tasks", "tasks.md", "hf_rankattn.tasks"),
-    "experiments": ("Experiments", "sweeps.md", "hf_rankattn.experiments"),
+    "experiments": ("Experiments", "sweeps.md", "hf_rankattn.papers"),
 }
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """What a module of this package offers: its classes and functions, wherever in the package they are defined."""
+    """The public classes and functions of a module, wherever in the package they are defined."""
     found = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     return {
         name: thing
@@ -57,13 +54,11 @@ def public(module: ModuleType) -> dict[str, Any]:
 
 def room_of(thing: Any) -> str:
     parts = thing.__module__.split(".")[1:]
-    if parts[:2] == ["models", "convert"]:
-        return "convert"
-    return {"report": "sharing", "texts": "tasks"}.get(parts[0], parts[0])
+    return {"hub": "sharing", "files": "tasks", "papers": "experiments"}.get(parts[0], parts[0])
 
 
 def rooms() -> dict[str, dict[str, Any]]:
-    """Room -> public names, but the model classes, which have a table of their own."""
+    """Room -> public names without the model classes, which are in tables."""
     found: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
     for name, thing in public(hf_rankattn).items():
         if not is_model(thing):
@@ -76,7 +71,7 @@ def rooms() -> dict[str, dict[str, Any]]:
         and name not in ("bare_model", "empty_model")  # their raw material
     }
     found["more tasks"] = {name: thing for name, thing in public(tasks).items() if name not in found["tasks"]}
-    found["experiments"] = public(experiments)
+    found["experiments"] |= public(experiments)
     return found
 
 
@@ -85,14 +80,14 @@ def is_model(thing: Any) -> bool:
 
 
 def auto_class(model: type) -> str:
-    """The Auto classes of transformers that give this class."""
+    """The Auto classes of transformers that load this class."""
     mappings = {name: getattr(modeling_auto, name)._model_mapping for name in AUTO_CLASSES}
     found = [name for name, mapping in mappings.items() if model in mapping._extra_content.values()]
     return ", ".join(f"`{name}`" for name in found)
 
 
 def summary(thing: Any) -> str:
-    """The first paragraph of its own docstring, not that of a parent."""
+    """The first paragraph of its own docstring, which is not inherited."""
     doc = thing.__dict__.get("__doc__") if isinstance(thing, type) else thing.__doc__
     return " ".join((doc or "").strip().split("\n\n")[0].split())
 

@@ -18,7 +18,8 @@ from huggingface_hub import EvalResult
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from hf_rankattn import RankBertConfig, RankBertForSequenceClassification, export_model, parameter_counts
-from hf_rankattn.sharing import card_of
+from hf_rankattn.hub.sharing import card_of
+from hf_rankattn.training.runs import FiniteLosses
 
 
 KEYS, CLASSES, PAIRS = 32, 4, 8
@@ -85,6 +86,7 @@ def train(rank: int, arguments: Arguments) -> tuple[Trainer, float]:
         save_strategy="no",
         dataloader_pin_memory=False,
         logging_strategy="no",
+        logging_nan_inf_filter=False,
     )
     trainer = Trainer(
         model=RankBertForSequenceClassification(config),
@@ -92,6 +94,7 @@ def train(rank: int, arguments: Arguments) -> tuple[Trainer, float]:
         train_dataset=retrieval(20_000, arguments.seed),
         eval_dataset=retrieval(2_000, arguments.seed + 1),
         compute_metrics=compute_metrics,
+        callbacks=[FiniteLosses()],
     )
     trainer.train()
     return trainer, trainer.evaluate()["eval_accuracy"]

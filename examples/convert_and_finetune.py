@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from transformers import AutoTokenizer, set_seed
 
 from hf_rankattn import convert_rank, export_model, package_text, parameter_counts, push_to_hub
-from hf_rankattn.processes import check_processes, leave_processes, process_state
-from hf_rankattn.sharing import card_of
+from hf_rankattn.hub.sharing import card_of
 from hf_rankattn.training.arguments import parse_arguments, refusals
+from hf_rankattn.training.processes import check_processes, leave_processes, process_state
 from hf_rankattn.training.runs import begin_run, train
 from hf_rankattn.training.texts import (
     TRAIN_TEXTS,

@@ -41,7 +41,8 @@ def train(config: RankEncoderConfig, callback: RankCallback, arguments: argparse
         seed=arguments.seed,
     )
     data = TensorDataset(torch.nn.functional.normalize(torch.randn(20_000, COUNT, DIM), dim=-1))
-    trainer = Trainer(RankEncoderForPointRegression(config), training, collate, data, callbacks=[callback])
+    trainer = Trainer(RankEncoderForPointRegression(config), training, collate, data)
+    callback.add_to(trainer)
     trainer.train()
     return trainer
 

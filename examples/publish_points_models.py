@@ -19,9 +19,9 @@ import torch
 from huggingface_hub import EvalResult
 
 from hf_rankattn import RankEncoderForPointRegression, equal_budget_grid
-from hf_rankattn.experiments.results import running_versions
-from hf_rankattn.experiments.training import PointTraining, train_points
-from hf_rankattn.training.arguments import check_counts, parse_arguments
+from hf_rankattn.papers.rank_benefits._training import PointTraining, train_points
+from hf_rankattn.papers.sweep.results import running_versions
+from hf_rankattn.training.arguments import check_counts, parse_arguments, refuse
 from hf_rankattn.training.publishing import PublishingArguments, publish_model, save_table
 
 
@@ -82,6 +82,10 @@ def train_twins(arguments: Arguments) -> tuple[list[RankEncoderForPointRegressio
         start = time.perf_counter()
         with TemporaryDirectory() as work:
             model, row = train_points(training, Path(work))
+        if row["status"] != "finished":
+            refuse(
+                f"training of rank {training.rank} {row['status']} at step {row['steps_done']}: no model is written."
+            )
         seconds = {"wall_seconds": time.perf_counter() - start}
         models.append(model)
         rows.append(asdict(training) | row | running_versions() | seconds)

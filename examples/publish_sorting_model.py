@@ -19,11 +19,10 @@ import torch
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from hf_rankattn.experiments import path_effectiveness
-from hf_rankattn.experiments.results import running_versions
-from hf_rankattn.tasks.baselines import task_baselines
-from hf_rankattn.tasks.metrics import score
-from hf_rankattn.training.arguments import check_counts, parse_arguments
+from hf_rankattn.papers.rank_collapse import path_effectiveness
+from hf_rankattn.papers.sweep.results import running_versions
+from hf_rankattn.tasks import score, task_baselines
+from hf_rankattn.training.arguments import check_counts, parse_arguments, refusals
 from hf_rankattn.training.publishing import PublishingArguments, publish_model, save_table
 
 
@@ -129,7 +128,8 @@ def result(row: pd.Series, metric: str, title: str) -> EvalResult:
 def main() -> None:
     arguments = parse_arguments(Arguments, __doc__)
     torch.set_num_threads(1)
-    model, table = train_and_measure(arguments)
+    with refusals():
+        model, table = train_and_measure(arguments)
     save_table(table, arguments)
     whole = table[table.way == "whole"].set_index("as_published")
     ours, published = whole.loc[False], whole.loc[True]

@@ -16,13 +16,12 @@ import json
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_rankattn import export_model, parameter_counts, push_to_hub
-from hf_rankattn.processes import check_processes, leave_processes, process_state
-from hf_rankattn.sharing import card_of
-from hf_rankattn.tasks import trainer_metrics
-from hf_rankattn.tasks.loading import load_stream
+from hf_rankattn.hub.sharing import card_of
+from hf_rankattn.tasks import load_stream, trainer_metrics
 from hf_rankattn.training.arguments import parse_arguments, refusals
 from hf_rankattn.training.optimizers import point_optimizer, warmup_cosine
 from hf_rankattn.training.points import PointArguments, fresh_rows, point_model, point_report, point_task
+from hf_rankattn.training.processes import check_processes, leave_processes, process_state
 from hf_rankattn.training.runs import RunCallback, begin_run, train, training_arguments
 
 

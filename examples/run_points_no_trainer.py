@@ -19,14 +19,13 @@ from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from hf_rankattn import export_model, parameter_counts, push_to_hub
-from hf_rankattn.processes import check_processes, leave_processes, on_cpu, process_state
-from hf_rankattn.sharing import card_of
-from hf_rankattn.tasks.loading import load_stream
-from hf_rankattn.tasks.metrics import score
+from hf_rankattn.hub.sharing import card_of
+from hf_rankattn.tasks import load_stream, score
 from hf_rankattn.training.arguments import parse_arguments, refusals
 from hf_rankattn.training.optimizers import point_optimizer, warmup_cosine
 from hf_rankattn.training.points import PointArguments, fresh_rows, point_model, point_report, point_task
-from hf_rankattn.training.runs import begin_run, complete_checkpoint, drop_checkpoints
+from hf_rankattn.training.processes import check_processes, leave_processes, on_cpu, process_state
+from hf_rankattn.training.runs import begin_run, check_finite, check_weights, complete_checkpoint, drop_checkpoints
 
 
 def main() -> None:
@@ -77,6 +76,8 @@ def main() -> None:
         losses += loss.detach()
         if step % arguments.log_every == 0:
             mean = accelerator.reduce(losses, "mean").item() / arguments.log_every
+            with refusals():
+                check_finite({"loss": mean}, step)
             history.append({"step": step, "loss": mean, "learning_rate": rate})
             log(f"step {step}: loss {mean:.4f}, learning rate {rate:.2g}")
             accelerator.log({"loss": mean, "learning_rate": rate}, step=step)
@@ -91,6 +92,8 @@ def main() -> None:
         if step == last:
             break
     run.write_history(history)
+    with refusals():
+        check_weights(model, step)
     if step < arguments.steps:
         log(f"stopped at step {step} of {arguments.steps}: go on with --resume")
         leave_processes()
@@ -107,6 +110,8 @@ def main() -> None:
     if predictions.ndim > labels.ndim:
         predictions = predictions.argmax(-1)
     metrics = score(arguments.task, predictions, labels, points)
+    with refusals():
+        check_finite(metrics, step)
     run.write("results.json", json.dumps(metrics, indent=2) + "\n")
 
     if run.is_main:

@@ -25,10 +25,10 @@ from hf_rankattn import (
     parameter_counts,
     push_to_hub,
 )
-from hf_rankattn.processes import check_processes, leave_processes, process_state
-from hf_rankattn.sharing import card_of
-from hf_rankattn.texts.word_order import word_tokenizer
+from hf_rankattn.files.texts.word_order import word_tokenizer
+from hf_rankattn.hub.sharing import card_of
 from hf_rankattn.training.arguments import parse_arguments, refusals
+from hf_rankattn.training.processes import check_processes, leave_processes, process_state
 from hf_rankattn.training.runs import begin_run, train
 from hf_rankattn.training.texts import (
     TextArguments,
