@@ -1,15 +1,24 @@
-"""Rank as a config field. Importing this package registers the models with transformers' Auto classes."""
+"""Rank as a config field: one folder per family. Importing this package registers all families with the Auto classes."""
 
-from . import rank_albert, rank_bert, rank_encoder, rank_xlnet
+from importlib import import_module
+from pkgutil import iter_modules
+
 from .budget import ParameterCounts, equal_budget_grid, parameter_counts
-from .rank_albert import *
-from .rank_bert import *
-from .rank_encoder import *
-from .rank_xlnet import *
+from .registration import register_family
 
 
 __all__ = ["ParameterCounts", "equal_budget_grid", "parameter_counts"]
-__all__ += rank_albert.__all__
-__all__ += rank_bert.__all__
-__all__ += rank_encoder.__all__
-__all__ += rank_xlnet.__all__
+
+for _found in iter_modules(__path__):
+    if _found.ispkg:
+        _family = import_module(f".{_found.name}", __name__)
+        register_family(_family)
+        for _name, _public in vars(_family).items():
+            if isinstance(_public, type):
+                globals()[_name] = _public
+                __all__.append(_name)
+
+
+def __getattr__(name: str):
+    """Tell type checkers that there are more names than they see; every family adds its own."""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import transformers.models.auto.modeling_auto as modeling_auto
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 
 def auto_classes(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
@@ -14,14 +15,23 @@ def auto_classes(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrai
     return {name: mapping[config_class] for name, mapping in mappings.items() if config_class in mapping}
 
 
-def register_twin(config_class: type[PreTrainedConfig], modeling: ModuleType, tokenizer_class: type) -> None:
-    """Register the family of `config_class` with every Auto class that knows the stock family it derives from.
+def register_family(family: ModuleType) -> None:
+    """Register the config and the models of a family (the package `family`) with the Auto classes.
 
-    The class `XForTask` of the stock family has the twin `RankXForTask` in the module `modeling`.
+    A family that derives from a stock one is registered with every Auto class that knows the stock family, and with its
+    tokenizer: the class `XForTask` has the twin `RankXForTask`. Any other family is registered by the names of its classes.
     """
-    stock_config = next(base for base in inspect.getmro(config_class) if base.__module__.startswith("transformers."))
+    (config_class,) = (found for name, found in vars(family).items() if name.endswith("Config"))
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    for name, stock in auto_classes(stock_config).items():
-        twin = getattr(modeling, f"Rank{stock.__name__}")
-        getattr(modeling_auto, name).register(config_class, twin, exist_ok=True)
-    AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
+    stock_config = next(base for base in inspect.getmro(config_class) if base.__module__.startswith("transformers."))
+    if stock_config is PreTrainedConfig:
+        stem = config_class.__name__.removesuffix("Config")
+        models = {
+            "AutoModel" + name.removeprefix(stem).removeprefix("Model"): twin for name, twin in vars(family).items()
+        }
+    else:
+        models = {name: getattr(family, f"Rank{stock.__name__}") for name, stock in auto_classes(stock_config).items()}
+        AutoTokenizer.register(config_class, TOKENIZER_MAPPING[stock_config], exist_ok=True)
+    for name, model in models.items():
+        if hasattr(modeling_auto, name):
+            getattr(modeling_auto, name).register(config_class, model, exist_ok=True)
