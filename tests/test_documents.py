@@ -114,6 +114,20 @@ def test_relative_links_exist(page):
         assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
+GUIDES = [DOCS / f"{name}.md" for name in ("quickstart", "measure", "convert", "paths", "theory", "gotchas")]
+GUIDES += [DOCS / "paper-notes.md", DOCS / "paper_index.md", ROOT / "README.md"]
+DEFINED = r"rank collapse|effective rank|stable rank|numerical rank|energy|residual|logits' rank"
+
+
+@pytest.mark.parametrize("page", named(GUIDES))
+def test_the_glossary_is_linked_where_its_words_are_first_used(page):
+    text = page.read_text()
+    first_use = re.search(DEFINED, text, flags=re.IGNORECASE)
+    assert first_use, "the page uses no word of the glossary: take it off the list"
+    end_of_paragraph = text.find("\n\n", first_use.end())
+    assert "glossary.md" in text[:end_of_paragraph]
+
+
 def test_what_a_package_index_shows_has_no_relative_links():
     readme = ROOT / tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
     text = readme.read_text()
