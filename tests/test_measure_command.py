@@ -24,7 +24,7 @@ from rankattn_cli import main as cli
 
 QUICK = ("--examples", "3", "--length", "24", "--batch-size", "2")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-NO_SKIP = "`attention_skip` cannot be removed from {}: its layers add to the residual stream in their own code"
+NO_SKIP = "the skip connection around attention cannot be removed from {}: its layers add to the residual stream in their"
 
 
 def make(kind, folder, tokenizer):
@@ -128,7 +128,8 @@ def test_variants_that_were_not_asked_for_are_not_missed(tmp_path, tokenizer, ru
     code, output, _ = run(folder, "--out", tmp_path / "out", "--variants", "transformer", *QUICK)
     assert code == 0 and "not measured" not in output
     code, _, error = run(folder, "--out", tmp_path / "x", "--variants", "san", *QUICK)
-    assert code == 2 and NO_SKIP.format("gpt2") in error and error.count("\n") == 1
+    assert code == 2 and f"the variant san is not possible: {NO_SKIP.format('gpt2')}" in error
+    assert error.endswith("Possible variants: san+skip, transformer.\n") and "`" not in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("no_figures")

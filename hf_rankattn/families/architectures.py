@@ -223,15 +223,6 @@ def family_of(model: PreTrainedModel | PreTrainedConfig) -> Family:
     raise ValueError(f"no row for model type {model_type!r} ({type(model).__name__}); these have one: {known}.")
 
 
-def cannot_remove(model: PreTrainedModel, part: str) -> str:
-    """Why `ablate` cannot remove a part of a model, or an empty string where it can."""
-    family = family_of(model)
-    if part in family.edits:
-        return ""
-    reason = family.notes.get(part, "this family has no such part")
-    return f"`{part}` cannot be removed from {model.config.model_type}: {reason}"
-
-
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model below its task head."""
     return getattr(model, model.base_model_prefix, model)
