@@ -97,8 +97,10 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
     rows = torch.from_numpy(chosen).repeat_interleave(size, dim=0)
     whole_rows = {name: value.expand(size, *value.shape[1:]) for name, value in batch.items()}
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in whole_rows.items()}
-    with evaluating(base), ablate(model, attention_skip=True, mlp=not mlp), ExitStack() as stack:
+    with evaluating(base), ExitStack() as stack:
+        # before `ablate`, whose hooks may read the output of a norm, which has to be without gain and bias
         SubNetworks(model, rows, stack)
+        stack.enter_context(ablate(model, attention_skip=True, mlp=not mlp))
         result = base(**repeated, **plain_output(base))
     total = result.last_hidden_state.unflatten(0, (count, size)).sum(0)
     return result, bare_norm(submodule(layers_of(model)[-1], family_of(model).attention_norm), total)
