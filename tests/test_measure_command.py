@@ -2,17 +2,18 @@
 
 import json
 import re
+from functools import partial
 
 import pandas as pd
 import pytest
 import torch
+from testing_probe import run as run_command
 from testing_probe import small
 from transformers import AutoTokenizer
 
 from hf_rankattn import package_text
 from hf_rankattn.report.results import read_survey, survey_section
 from hf_rankattn.report.summary import findings
-from rankattn_cli import main as cli
 
 
 QUICK = ("--examples", "3", "--length", "24", "--batch-size", "2")
@@ -36,12 +37,7 @@ def tokenizer(minilm):
 
 @pytest.fixture
 def run(capsys):
-    def main(*arguments):
-        with pytest.raises(SystemExit) as exit:
-            cli.main(["measure", *map(str, arguments)])
-        return exit.value.code or 0, *capsys.readouterr()
-
-    return main
+    return partial(run_command, capsys, "measure")
 
 
 @pytest.fixture

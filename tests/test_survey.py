@@ -233,28 +233,22 @@ class TestRefusals:
         assert "not safetensors, or are cut short" in refused(folder, "--out", tmp_path / "x")
         assert not (tmp_path / "sprung").exists() and not (tmp_path / "x").exists()
 
-    def test_neither_a_file_nor_an_index_leads_to_a_pickle(self, checkpoint, tmp_path):
-        """transformers unpickles what is named so, whatever `use_safetensors` says."""
+    @pytest.mark.parametrize("index", ["model.safetensors.index.json", "other.safetensors.index.json"])
+    def test_neither_a_file_nor_an_index_leads_to_a_pickle(self, index, checkpoint, tmp_path):
+        """transformers unpickles what is named so, whatever `use_safetensors` says; a config can name another index."""
         assert "it is a file" in refused(checkpoint / "config.json", "--out", tmp_path / "x")
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "folder" / "config.json").write_text((checkpoint / "config.json").read_text())
-        index = {"weight_map": {"embeddings.word_embeddings.weight": "weights.bin"}}
-        (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "names 'weights.bin' as weights" in refused(tmp_path / "folder", "--out", tmp_path / "x")
-        with pytest.raises(ValueError, match="names 'weights.bin' as weights"):
-            BERT.rank("Model").from_pretrained(tmp_path / "folder")
-
-    def test_an_index_that_only_the_config_names_leads_to_no_pickle_either(self, checkpoint, tmp_path):
         folder = tmp_path / "folder"
         shutil.copytree(checkpoint, folder)
-        config = json.loads((folder / "config.json").read_text()) | {
-            "transformers_weights": "other.safetensors.index.json"
-        }
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "other.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "weights.bin"}}))
+        if index.startswith("model"):
+            (folder / "model.safetensors").unlink()
+        else:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": index}))
+        (folder / index).write_text(json.dumps({"weight_map": {"embeddings.word_embeddings.weight": "weights.bin"}}))
         assert "names 'weights.bin' as weights" in refused(folder, "--out", tmp_path / "x")
-        with pytest.raises(ValueError, match="names 'weights.bin' as weights"):
-            BERT.rank("Model").from_pretrained(tmp_path, subfolder="folder")
+        for place in ({}, {"subfolder": "folder"}):
+            with pytest.raises(ValueError, match="names 'weights.bin' as weights"):
+                BERT.rank("Model").from_pretrained(tmp_path if place else folder, **place)
 
     def test_whole_numbers_are_refused_as_weights_and_not_as_masks(self, tmp_path):
         """Old checkpoints of GPT-2 keep their causal mask under the name of a bias."""
@@ -312,16 +306,14 @@ class TestBigModels:
         present = survey(load_checkpoint(str(checkpoint)), batches)
         seen = survey(offloaded, batches)
         pd.testing.assert_frame_equal(present, seen, check_exact=False, rtol=1e-5, atol=1e-6)
-        everything = load_checkpoint(str(checkpoint), device_map={"": "disk"}, offload_folder=str(tmp_path / "all"))
-        pd.testing.assert_frame_equal(seen, survey(everything, batches), check_exact=False, rtol=1e-5, atol=1e-6)
 
-    def test_shared_layers_of_albert_on_disk(self, tmp_path):
-        ALBERT.stock("Model")(ALBERT.stock_config()).save_pretrained(tmp_path / "albert")
-        offloaded = load_checkpoint(
-            str(tmp_path / "albert"), device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
-        )
+    @pytest.mark.parametrize("family", [BERT, ALBERT], ids=["Bert", "Albert"])
+    def test_a_whole_model_on_disk_also_with_shared_layers(self, family, tmp_path):
+        folder = str(tmp_path / "model")
+        family.stock("Model")(family.stock_config()).save_pretrained(folder)
+        offloaded = load_checkpoint(folder, device_map={"": "disk"}, offload_folder=str(tmp_path / "offload"))
         batches = random_batches(offloaded.config, 2, 8, 2, seed=0)
-        present = survey(load_checkpoint(str(tmp_path / "albert")), batches)
+        present = survey(load_checkpoint(folder), batches)
         pd.testing.assert_frame_equal(present, survey(offloaded, batches), check_exact=False, rtol=1e-5, atol=1e-6)
 
     def test_a_quantised_model_keeps_its_residuals_and_has_no_spectra(self):
