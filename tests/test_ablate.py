@@ -42,16 +42,8 @@ class TestAblate:
         layer = model.encoder.layer[0]
         states = model.embeddings(IDS)
         attended = layer.attention.output.dense(layer.attention.self(states)[0])
-        norm, mlp = layer.attention.output.LayerNorm, lambda x: layer.output.dense(layer.intermediate(x))
-        after = norm(attended + states)
-        expected = {
-            ("attention_skip", "mlp"): norm(attended),
-            ("mlp",): after,
-            ("mlp", "norm"): attended + states,
-            ("mlp_skip",): layer.output.LayerNorm(mlp(after)),
-            ("attention_skip",): layer.output.LayerNorm(mlp(norm(attended)) + norm(attended)),
-        }
-        self.check(model, expected)
+        norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
+        self.check(model, self.by_hand(states, attended, lambda x: layer.output.dense(layer.intermediate(x)), *norms))
 
     def test_albert_against_surgery_by_hand(self):
         model = ALBERT.stock("Model")(ALBERT.stock_config(num_hidden_layers=1, num_hidden_groups=1)).eval()
@@ -63,12 +55,7 @@ class TestAblate:
         handle.remove()
         norm, last_norm, attended = layer.attention.LayerNorm, layer.full_layer_layer_norm, caught[0]
         after = norm(attended + states)
-        expected = {
-            ("attention_skip", "mlp"): norm(attended),
-            ("mlp",): after,
-            ("mlp", "norm"): attended + states,
-            ("mlp_skip",): last_norm(layer.ff_chunk(after)),
-            ("attention_skip",): last_norm(layer.ff_chunk(norm(attended)) + norm(attended)),
+        expected = self.by_hand(states, attended, layer.ff_chunk, norm, last_norm) | {
             ("identity_trick",): last_norm(layer.activation(after) + after),
             ("identity_trick", "mlp_skip"): last_norm(layer.activation(after)),
             ("identity_trick", "norm"): layer.activation(attended + states) + attended + states,
@@ -76,12 +63,23 @@ class TestAblate:
         self.check(model, expected)
 
     @staticmethod
+    def by_hand(states, attended, mlp, norm, last_norm):
+        """The output of one layer with parts removed, from the output of its attention and its modules."""
+        after = norm(attended + states)
+        return {
+            ("attention_skip", "mlp"): norm(attended),
+            ("mlp",): after,
+            ("mlp", "norm"): attended + states,
+            ("mlp_skip",): last_norm(mlp(after)),
+            ("attention_skip",): last_norm(mlp(norm(attended)) + norm(attended)),
+        }
+
+    @staticmethod
     def check(model, expected):
         for names, states in expected.items():
-            switches = {
-                "mlp" if name == "identity_trick" else name: name if name == "identity_trick" else True
-                for name in names
-            }
+            switches = dict.fromkeys(names, True)
+            if switches.pop("identity_trick", False):
+                switches["mlp"] = "identity_trick"
             with ablate(model, **switches):
                 torch.testing.assert_close(model(IDS).last_hidden_state, states, msg=str(names))
 

@@ -29,18 +29,16 @@ CONFIG = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_atte
 
 
 class Rows(Dataset):
+    def __init__(self, tokens=10, real=10):
+        self.tokens, self.real = tokens, real
+
     def __len__(self):
         return 32
 
     def __getitem__(self, index):
-        ids = torch.randint(5, 40, (10,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0] > ids[1])}
-
-
-class Longer(Rows):
-    def __getitem__(self, index):
-        ids = torch.arange(5, 25)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": 0}
+        ids = torch.randint(5, 40, (self.tokens,), generator=torch.Generator().manual_seed(index))
+        mask = (torch.arange(self.tokens) < self.real).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": int(ids[0] > ids[1])}
 
 
 class Reporter(TrainerCallback):
@@ -104,7 +102,7 @@ def test_training_does_not_feel_it_and_one_number_is_logged_for_each_metric(tmp_
 
 def test_the_kept_batch_is_one_of_training_not_of_an_evaluation_before(tmp_path):
     callback = RankCallback(every=2, max_examples=2)
-    trainer = train(tmp_path, callback, eval_on_start=True, eval_strategy="no", eval_dataset=Longer())
+    trainer = train(tmp_path, callback, eval_on_start=True, eval_strategy="no", eval_dataset=Rows(tokens=20))
     assert callback.inputs["input_ids"].shape == (2, 10)
     assert not trainer.model._forward_pre_hooks
     again = train(tmp_path / "again", callback)
@@ -135,14 +133,9 @@ def test_given_inputs_are_measured_from_the_start_and_are_what_the_functions_giv
     assert entries[-1]["rank/relative_residual"] == pytest.approx(last)
 
 
-class Short(Rows):
-    def __getitem__(self, index):
-        return {**super().__getitem__(index), "attention_mask": torch.tensor([1] + [0] * 9)}
-
-
 def test_a_run_without_a_usable_batch_warns(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
-    train(tmp_path, RankCallback(every=2), train_dataset=Short())
+    train(tmp_path, RankCallback(every=2), train_dataset=Rows(real=1))
     assert "RankCallback has measured nothing" in caplog.text
 
 

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 import typer
 from safetensors import SafetensorError
+from testing_probe import run
 
 from hf_rankattn import __version__
 from hf_rankattn.papers import EXPERIMENTS
@@ -24,13 +25,6 @@ from rankattn_cli import main as cli
 COMMANDS = sorted(command.name for command in cli.app.registered_commands)
 # starts the command as its script does, wherever the package is installed
 START = [sys.executable, "-c", "from rankattn_cli.main import main; main()"]
-
-
-def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    printed = capsys.readouterr()
-    return caught.value.code or 0, printed.out, printed.err
 
 
 def test_every_file_is_a_command_with_help_an_example_and_json(capsys):

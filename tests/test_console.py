@@ -11,12 +11,12 @@ import torch
 from datasets import Dataset
 from matplotlib.text import Text as FigureText
 from rich.text import Text
-from transformers import AutoTokenizer, BertConfig, BertModel
+from testing_probe import run, small
+from transformers import AutoTokenizer
 
 from hf_rankattn import package_text
 from hf_rankattn.report.plots import literal
 from rankattn_cli import console
-from rankattn_cli import main as cli
 from rankattn_cli.commands.reproduce import sweep_bar
 
 
@@ -25,19 +25,11 @@ EVIL = "e\x1b[31m\x1b]0;title\x07\u202evil"
 QUICK = ("--examples", "2", "--length", "16", "--metrics", "cheap")
 
 
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(map(str, arguments)))
-    printed = capsys.readouterr()
-    return caught.value.code or 0, printed.out, printed.err
-
-
 @pytest.fixture(scope="module")
 def make_checkpoint(tmp_path_factory, minilm):
     """Writes a tiny BERT with a real tokenizer to a folder of any name."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    model, tokenizer = BertModel(BertConfig(**sizes)), AutoTokenizer.from_pretrained(minilm)
+    model, tokenizer = small("bert", 16, 2, 2, 24, vocabulary=30522), AutoTokenizer.from_pretrained(minilm)
 
     def make(name: str, **fields) -> str:
         folder = tmp_path_factory.mktemp("checkpoints") / name

@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from testing_common import FAMILIES, FAMILY_IDS, float_tensors, shaken, small_bert, tiny_inputs
-from testing_probe import value_of
+from testing_probe import small, value_of
 from transformers import BertConfig, BertForPreTraining, BertLMHeadModel, BertModel
 
-from hf_rankattn import RankEncoderConfig, RankEncoderModel, isolated_paths, path_products, path_terms
+from hf_rankattn import RankEncoderConfig, RankEncoderModel, isolated_paths, path_products
+from hf_rankattn.families.architectures import family_of, layers_of
+from hf_rankattn.families.projections import submodule
 from hf_rankattn.probe.frozen import walk
 from hf_rankattn.probe.isolated import Products, draw_paths, sum_of_paths
 
@@ -58,12 +60,16 @@ class TestIsolatedPaths:
         assert table.value.equals(again.value)
         assert not table.value.equals(isolated_paths(model, batch, paths=3, repetitions=2, seed=1).value)
 
-    def test_they_are_not_the_terms_of_the_decomposition(self):
-        """With one layer and one path the terms and the sub-networks part at the skip and at the norm."""
-        model, batch = small_bert(1, 1).double(), {"input_ids": torch.randint(50, (1, 6))}
-        term = value_of(path_terms(model, batch), "relative_residual", path="1").item()
-        isolated = value_of(isolated_paths(model, batch, paths=1, repetitions=1), "relative_residual", length=1).item()
-        assert term != pytest.approx(isolated, rel=1e-3)
+    @pytest.mark.parametrize("name", ["bert", "albert", "distilbert", "xlnet"])
+    def test_gains_and_biases_of_norms_change_nothing(self, name):
+        model, batch = small(name, layers=2).double(), {"input_ids": torch.arange(1, 9)[None]}
+        before = isolated_paths(model, batch, repetitions=2)
+        for layer in layers_of(model):
+            norm = submodule(layer, family_of(model).attention_norm)
+            with torch.no_grad():
+                norm.weight.uniform_(0.1, 2)
+                norm.bias.normal_()
+        assert isolated_paths(model, batch, repetitions=2).value.equals(before.value)
 
     def test_what_has_no_isolated_paths(self):
         with pytest.raises(ValueError, match="normalise after they add"):

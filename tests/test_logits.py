@@ -92,11 +92,6 @@ def test_grouped_and_latent_heads_have_the_rank_of_their_rule(model, limit):
     assert set(table[table.metric == "numerical_rank"].value) == {float(limit)}
 
 
-def test_images():
-    table = measure_logits(small("vit", layers=2), {"pixel_values": torch.randn(2, 3, 8, 8)})
-    assert set(table.layer) == {0, 1} and set(table["head"]) == {0, 1, 2, 3}
-
-
 def test_shares_of_the_spectrum_add_up_and_the_implementation_is_restored():
     model = BERT.stock("Model")(BERT.stock_config()).eval()
     table = measure_logits(model, tiny_inputs(BERT, "Model"), spectra=True)

@@ -2,42 +2,30 @@
 
 import json
 import re
+from functools import partial
 
 import pandas as pd
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from testing_probe import run as run_command
+from testing_probe import small
+from transformers import AutoTokenizer
 
 from hf_rankattn import package_text
 from hf_rankattn.report.results import read_survey, survey_section
 from hf_rankattn.report.summary import findings
-from rankattn_cli import main as cli
 
 
 QUICK = ("--examples", "3", "--length", "24", "--batch-size", "2")
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-NO_SKIP = "`attention_skip` cannot be removed from {}: its layers add to the residual stream in their own code"
+NO_SKIP = (
+    "the skip connection around attention cannot be removed from {}: its layers add to the residual stream in their"
+)
 
 
 def make(kind, folder, tokenizer):
     torch.manual_seed(0)
-    if kind == "bert":
-        model = BertModel(BertConfig(**SIZES))
-    elif kind == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=30522, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-        )
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=30522, num_key_value_heads=2, head_dim=8, **SIZES))
-    model.save_pretrained(folder)
+    fields = {"num_key_value_heads": 2, "head_dim": 8} if kind == "qwen3" else {}
+    small(kind, hidden=32, layers=2, inner=48, vocabulary=30522, **fields).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -49,12 +37,7 @@ def tokenizer(minilm):
 
 @pytest.fixture
 def run(capsys):
-    def main(*arguments):
-        with pytest.raises(SystemExit) as exit:
-            cli.main(["measure", *map(str, arguments)])
-        return exit.value.code or 0, *capsys.readouterr()
-
-    return main
+    return partial(run_command, capsys, "measure")
 
 
 @pytest.fixture
@@ -128,7 +111,10 @@ def test_variants_that_were_not_asked_for_are_not_missed(tmp_path, tokenizer, ru
     code, output, _ = run(folder, "--out", tmp_path / "out", "--variants", "transformer", *QUICK)
     assert code == 0 and "not measured" not in output
     code, _, error = run(folder, "--out", tmp_path / "x", "--variants", "san", *QUICK)
-    assert code == 2 and NO_SKIP.format("gpt2") in error and error.count("\n") == 1
+    assert code == 2 and f"the variant san is not possible: {NO_SKIP.format('gpt2')}" in error
+    assert (
+        error.endswith("Possible variants: san+skip, transformer.\n") and "`" not in error and error.count("\n") == 1
+    )
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -145,18 +131,18 @@ def test_the_next_step_names_the_command_and_the_rank(tmp_path, tokenizer, run, 
 
 
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("option", ["--random-init", "--random-inputs"])
-def test_random_weights_and_random_inputs_give_no_advice(option, tmp_path, tokenizer, run):
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--random-init"], "No cut is suggested: the"),
+        (["--random-inputs"], "No cut is suggested: the"),
+        (["--length", 5], "larger --length"),  # texts shorter than a head is wide
+    ],
+)
+def test_measurements_that_allow_no_advice(options, told, tmp_path, tokenizer, run):
     folder = make("bert", tmp_path / "bert", tokenizer)
-    code, output, _ = run(folder, "--out", tmp_path / "out", option, *QUICK)
-    assert code == 0 and "rankattn convert" not in output and "No cut is suggested: the" in output
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_texts_shorter_than_a_head_is_wide_give_no_advice(tmp_path, tokenizer, run):
-    folder = make("bert", tmp_path / "bert", tokenizer)
-    code, output, _ = run(folder, "--out", tmp_path / "out", "--examples", 2, "--length", 5)
-    assert code == 0 and "rankattn convert" not in output and "larger --length" in output
+    code, output, _ = run(folder, "--out", tmp_path / "out", *QUICK, *options)
+    assert code == 0 and "rankattn convert" not in output and told in output
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -139,17 +139,13 @@ MODELS = {
     "encoder-no-skip": lambda: encoder("layer", "post", use_skip=False),
     "encoder-no-mlp-pre": lambda: encoder("layer", "pre", use_mlp=False),
     "encoder-no-mlp-hardmax": lambda: encoder("l2", "post", use_mlp=False, attention="hardmax"),
-    "RoBERTa": lambda: small("roberta"),
+    **{name: lambda n=name: small(n) for name in ("roberta", "distilbert", "gpt2")},
     "ELECTRA": lambda: small("electra", embedding_size=8),
-    "DistilBERT": lambda: small("distilbert"),
-    "GPT-2": lambda: small("gpt2"),
 }
 ROUNDED = {  # their norms and their softmax compute in float32, also in a float64 model
     # a latent between stream and values, with a norm of its own; a mixture of experts in all layers but the first
-    "DeepSeek-V3": lambda: small("deepseek_v3"),
     "DeepSeek-V3 with biases": lambda: small("deepseek_v3", attention_bias=True),
-    "Llama": lambda: small("llama"),
-    "Qwen2": lambda: small("qwen2"),
+    **{name: lambda n=name: small(n) for name in ("deepseek_v3", "llama", "qwen2")},
 }
 
 
@@ -242,23 +238,14 @@ class TestEveryFamily:
     def test_points_and_queries(self):
         config = RankEncoderConfig(input_dim=6, num_hidden_layers=3, num_attention_heads=2, qk_rank=2)
         model = shaken(RankEncoderForPointRegression(config)).double()
-        points, queries = torch.randn(2, 5, 6, dtype=torch.float64), torch.randn(2, 3, 6, dtype=torch.float64)
-        labels = torch.randn(2, 3, 6, dtype=torch.float64)
-        table = path_lengths(model, {"points": points, "queries": queries, "labels": labels}, loss=True)
+        tokens = {"points": 5, "queries": 3, "labels": 3}
+        batch = {name: torch.randn(2, count, 6, dtype=torch.float64) for name, count in tokens.items()}
+        table = path_lengths(model, batch, loss=True)
         assert error_of(table) <= 1e-12
         last = value_of(table, "loss_up_to", length=3).tolist()
         for example in range(2):
-            own = {"points": points, "queries": queries, "labels": labels}
-            own = {name: value[example : example + 1] for name, value in own.items()}
+            own = {name: value[example : example + 1] for name, value in batch.items()}
             assert last[example] == pytest.approx(model(**own).loss.item(), rel=1e-10)
-
-    def test_batches_and_lists_are_one(self):
-        model, ids = small_bert(2, 2).double(), torch.randint(50, (3, 6))
-        whole = path_lengths(model, {"input_ids": ids})
-        listed = path_lengths(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}])
-        key = ["length", "example", "metric"]
-        both = whole[whole.length.notna()].merge(listed, on=key)
-        assert len(both) == 3 * 3 * 4 and both.value_x.to_numpy() == pytest.approx(both.value_y.to_numpy(), abs=1e-12)
 
     @pytest.mark.parametrize("field", ["return_dict", "output_hidden_states"])
     def test_the_model_is_restored_and_its_config_changes_nothing(self, field):
@@ -380,22 +367,24 @@ class TestNonsense:
         with pytest.raises(ValueError, match=message):
             probe(small_bert(3, 3), self.batch, **options)
 
-    def test_batches(self):
-        with pytest.raises(ValueError, match="returned no loss: the batch needs its labels, and has input_ids"):
-            path_lengths(BERT.stock("ForMaskedLM")(BERT.stock_config()), self.batch, loss=True)
-        with pytest.raises(ValueError, match=r"`input_ids` must be \(batch, n\), got \(1, 2, 8\)"):
-            path_lengths(small_bert(3, 3), {"input_ids": self.batch["input_ids"][None].repeat(1, 2, 1)})
-        with pytest.raises(ValueError, match="leave out perm_mask"):
-            path_lengths(small("xlnet"), {**self.batch, "perm_mask": torch.zeros(1, 8, 8)})
+    @pytest.mark.parametrize(
+        "make, options, batch, message",
+        [
+            (lambda: BERT.stock("ForMaskedLM")(BERT.stock_config()), {"loss": True}, {}, "no loss: .* has input_ids"),
+            (lambda: small_bert(3, 3), {}, {"input_ids": torch.ones(1, 2, 8).long()}, r"must be \(batch, n\), got"),
+            (lambda: small("xlnet"), {}, {"perm_mask": torch.zeros(1, 8, 8)}, "leave out perm_mask"),
+            (lambda: small_bert(1, 1, is_decoder=True, add_cross_attention=True), {}, {}, "reads another stream"),
+            (lambda: small_bert(1, 1, chunk_size_feed_forward=2), {}, {}, "chunk_size_feed_forward to 0 first"),
+        ],
+    )
+    def test_models_and_batches(self, make, options, batch, message):
+        with pytest.raises(ValueError, match=message):
+            path_lengths(make(), self.batch | batch, **options)
 
-    def test_models(self):
-        for probe in (path_lengths, path_terms, layer_bounds, isolated_paths, path_products):
-            with pytest.raises(ValueError, match="BertModel has no layers, and so no paths"):
-                probe(small_bert(0, 2), self.batch)
-        with pytest.raises(ValueError, match="cross-attention reads another stream"):
-            path_lengths(small_bert(1, 1, is_decoder=True, add_cross_attention=True), self.batch)
-        with pytest.raises(ValueError, match="set config.chunk_size_feed_forward to 0 first"):
-            path_lengths(small_bert(1, 1, chunk_size_feed_forward=2), self.batch)
+    @pytest.mark.parametrize("probe", [path_lengths, path_terms, layer_bounds, isolated_paths, path_products])
+    def test_a_model_without_layers(self, probe):
+        with pytest.raises(ValueError, match="BertModel has no layers, and so no paths"):
+            probe(small_bert(0, 2), self.batch)
 
     def test_what_does_not_add_up_is_an_error(self):
         model = small_bert(2, 2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, attention_modules, bilinear_forms, tiny_inputs
-from testing_probe import close, small
+from testing_probe import close, small, value_of
 from transformers import MambaConfig, MambaModel, T5Config, T5Model
 
 from hf_rankattn import (
@@ -43,7 +43,7 @@ def ids():
 
 
 class TestCollapse:
-    def test_bert_collapses_doubly_exponentially_without_skips(self, ids):
+    def test_bert_and_albert_collapse_doubly_exponentially_without_skips(self, ids):
         table = measure_collapse(medium(BERT).double(), {"input_ids": ids})
         san = mean_curve(table, "san")
         assert len(san) == 7 and 3e-3 < san[1] < 9e-3 and 1e-9 < san[2] < 1e-8 and san[3] < 1e-15
@@ -52,10 +52,8 @@ class TestCollapse:
         for variant in ("san+skip", "transformer"):
             assert all(0.5 < value < 0.75 for value in mean_curve(table, variant)[1:])
         assert mean_curve(table, "san", "token_cosine")[-1] == pytest.approx(1, abs=1e-9)
-
-    def test_albert_too(self, ids):
-        san = mean_curve(measure_collapse(medium(ALBERT).double(), {"input_ids": ids}, ["san"]), "san")
-        assert 1e-4 < san[1] < 4e-4 and 3e-14 < san[2] < 5e-13
+        albert = mean_curve(measure_collapse(medium(ALBERT).double(), {"input_ids": ids}, ["san"]), "san")
+        assert 1e-4 < albert[1] < 4e-4 and 3e-14 < albert[2] < 5e-13
 
     def test_xlnet_collapses_geometrically(self, ids):
         table = measure_collapse(medium(XLNET).double(), {"input_ids": ids}, ["san", "san+skip", "transformer"])
@@ -123,8 +121,8 @@ class TestCollapse:
         for model in (small("gpt2", **sizes), small("llama", **sizes)):
             table = measure_collapse(model, {"input_ids": ids}, ["san+skip", "transformer"])
             assert len(mean_curve(table, "san+skip")) == 4
-            with pytest.raises(ValueError, match="`attention_skip` cannot be removed from .*no module to hook"):
-                measure_collapse(model, {"input_ids": ids}, ["san"])
+        with pytest.raises(ValueError, match="`attention_skip` cannot be removed from llama: .*no module to hook"):
+            measure_collapse(model, {"input_ids": ids}, ["san"])
 
 
 def slope(layer, width=64):
@@ -191,13 +189,6 @@ class TestAttention:
                 rows = table[(table.layer == layer) & (table.metric == name)].sort_values(["example", "head"])
                 torch.testing.assert_close(torch.tensor(rows.value.tolist()), expected.flatten(), atol=1e-5, rtol=1e-5)
 
-    def test_the_encoder(self):
-        model = RankEncoderModel(
-            RankEncoderConfig(input_dim=6, num_hidden_layers=2, num_attention_heads=3, qk_rank=2, v_head_dim=5)
-        )
-        table = measure_attention(model, {"points": torch.randn(2, 8, 6)}, "full")
-        assert set(table.layer) == {0, 1} and set(table["head"]) == {0, 1, 2}
-
     def test_causal_maps_are_compared_with_the_map_that_sees_no_content(self, ids):
         for name in ("llama", "gpt2"):
             model = small(name, hidden=64, layers=2, inner=64, vocabulary=1000)
@@ -235,17 +226,13 @@ class TestWeights:
     def test_grouped_and_fused_queries(self):
         llama = small("llama", hidden=64, layers=1, head_dim=8).double()
         attention = llama.layers[0].self_attn
-        query = attention.q_proj.weight.view(4, 8, 64)[3]
-        key = attention.k_proj.weight.view(2, 8, 64)[1]
-        row = measure_weights(llama)
-        row = row[(row["head"] == 3) & (row.metric == "effective_rank")].value.item()
-        assert row == pytest.approx(spectral_metrics((query.T @ key)[None])["effective_rank"].item())
+        grouped = attention.q_proj.weight.view(4, 8, 64)[3].T @ attention.k_proj.weight.view(2, 8, 64)[1]
         gpt2 = small("gpt2", hidden=64, layers=1).double()
         weight = gpt2.h[0].attn.c_attn.weight
-        form = weight[:, 16:32] @ weight[:, 64 + 16 : 64 + 32].T
-        row = measure_weights(gpt2)
-        row = row[(row["head"] == 1) & (row.metric == "effective_rank")].value.item()
-        assert row == pytest.approx(spectral_metrics(form[None])["effective_rank"].item())
+        fused = weight[:, 16:32] @ weight[:, 64 + 16 : 64 + 32].T
+        for model, head, form in ((llama, 3, grouped), (gpt2, 1, fused)):
+            found = value_of(measure_weights(model), "effective_rank", head=head).item()
+            assert found == pytest.approx(spectral_metrics(form[None])["effective_rank"].item())
 
     @pytest.mark.parametrize("kv, q, expected", [(24, 64, 40), (100, 200, 48), (100, 20, 20)])
     def test_the_rule_of_latent_attention(self, kv, q, expected):
@@ -256,16 +243,39 @@ class TestWeights:
         assert (table[table.metric == "numerical_rank"].value == expected).all()
 
 
+BERT_MODEL = BERT.stock("Model")(BERT.stock_config()).eval()
+SMALL_T5 = T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
+SMALL_MAMBA = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10)
+FOREIGN = {**tiny_inputs(BERT, "Model"), "encoder_hidden_states": torch.ones(2, 3, 32)}
+
+
 class TestNonsense:
-    def test_inputs(self):
-        model = BERT.stock("Model")(BERT.stock_config()).eval()
-        batch = tiny_inputs(BERT, "Model")
-        with pytest.raises(ValueError, match="unknown variants"):
-            measure_collapse(model, batch, ["san+magic"])
-        with pytest.raises(ValueError, match="must be a list of names, got 'san'"):
-            measure_collapse(model, batch, "san")
-        with pytest.raises(ValueError, match="'cheap' or 'full', got 'free'"):
-            measure_attention(model, batch, "free")
+    @pytest.mark.parametrize(
+        "probe, arguments, message",
+        [
+            (measure_collapse, (BERT_MODEL, FOREIGN, ["san+magic"]), "unknown variants"),
+            (measure_collapse, (BERT_MODEL, FOREIGN, "san"), "must be a list of names, got 'san'"),
+            (measure_attention, (BERT_MODEL, FOREIGN, "free"), "'cheap' or 'full', got 'free'"),
+            (measure_collapse, (BERT_MODEL, FOREIGN), "cross-attention is not measured"),
+            (measure_collapse, (T5Model(SMALL_T5), {}), "no row for model type 't5'.*these have one: albert, bert"),
+        ],
+    )
+    def test_arguments(self, probe, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            probe(*arguments)
+
+    @pytest.mark.parametrize(
+        "model, options, message",
+        [
+            (MambaModel(SMALL_MAMBA), {}, "no row for model type 'mamba'"),
+            (BERT_MODEL, {"mlp": True, "layers": [3]}, "the model has layers 0 to 2, got"),
+            (BERT_MODEL, {"mlp": "identity-trick"}, "True, False or 'identity_trick', got 'identity-trick'"),
+            (BERT_MODEL, {"mlp": "identity_trick"}, "`identity_trick` cannot be removed from bert"),
+        ],
+    )
+    def test_ablations(self, model, options, message):
+        with pytest.raises(ValueError, match=message), ablate(model, **options):
+            pass
 
     def test_adapters_are_not_passed_over(self):
         model = BERT.stock("Model")(BERT.stock_config()).eval()
@@ -279,25 +289,6 @@ class TestNonsense:
         names = [set(measure_attention(model, {"input_ids": torch.arange(1, n)[None]}).metric) for n in (12, 5)]
         assert not any("content_free" in name for name in names[0])
         assert any("content_free" in name for name in names[1])
-
-    def test_models(self):
-        with pytest.raises(ValueError, match="no row for model type 't5'.*these have one: albert, bert"):
-            measure_collapse(T5Model(T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)), {})
-        with pytest.raises(ValueError, match="no row for model type 'mamba'"):
-            with ablate(MambaModel(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10))):
-                pass
-        model = BERT.stock("Model")(BERT.stock_config()).eval()
-        with pytest.raises(ValueError, match="the model has layers 0 to 2, got"):
-            with ablate(model, mlp=True, layers=[3]):
-                pass
-        with pytest.raises(ValueError, match="must be True, False or 'identity_trick', got 'identity-trick'"):
-            with ablate(model, mlp="identity-trick"):
-                pass
-        with pytest.raises(ValueError, match="cross-attention is not measured"):
-            measure_collapse(model, {**tiny_inputs(BERT, "Model"), "encoder_hidden_states": torch.ones(2, 3, 32)})
-        with pytest.raises(ValueError, match="`identity_trick` cannot be removed from bert"):
-            with ablate(model, mlp="identity_trick"):
-                pass
 
     def test_a_compiled_model_is_measured_as_the_module_it_wraps(self):
         model = BERT.stock("Model")(BERT.stock_config()).eval()

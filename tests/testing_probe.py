@@ -1,9 +1,11 @@
-"""Small models of every family that can be measured, and how tests read the long tables."""
+"""Small models of every family that can be measured, and how tests read long tables and run commands."""
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
 import hf_rankattn  # noqa: F401  registers the rank models with the Auto classes
+from rankattn_cli import main as cli
 
 
 NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -34,6 +36,13 @@ def small(model_type, hidden=24, layers=3, heads=4, inner=30, vocabulary=47, **f
     if model_type == "deepseek_v3":
         model.set_experts_implementation("eager")  # the grouped product has no float64
     return model.eval()
+
+
+def run(capsys, *arguments):
+    """Run `rankattn` as its script does; returns the exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(map(str, arguments)))
+    return caught.value.code or 0, *capsys.readouterr()
 
 
 def value_of(table, metric, **labels):

@@ -14,7 +14,7 @@ from .projections import (
     show_relative,
     submodule,
 )
-from .row import Family, Feed, Idle, MLPPaths, PassInput, Return, ZeroInput, ZeroOutput, position_limit
+from .row import Edit, Family, Feed, Idle, MLPPaths, PassInput, Return, ZeroInput, ZeroOutput, position_limit
 
 
 def bert_like(name: str, *model_types: str, **row: Any) -> Family:
@@ -37,6 +37,35 @@ def bert_like(name: str, *model_types: str, **row: Any) -> Family:
             "mlp_skip": (ZeroInput("output", 1),),
             "norm": (PassInput("attention.output.LayerNorm"), PassInput("output.LayerNorm")),
         },
+        **row,
+    )
+
+
+def post_norm(
+    name: str,
+    *model_types: str,
+    attended: str,
+    updated: str,
+    norms: tuple[str, str],
+    idle: str,
+    edits: dict[str, tuple[Edit, ...]] | None = None,
+    **row: Any,
+) -> Family:
+    """A family with a module between each sum and the next; `idle` is the start of the MLP, `edits` replace the usual ones."""
+    usual: dict[str, tuple[Edit, ...]] = {
+        "attention_skip": (Feed(attended, norms[0]),),
+        "mlp": (Idle(idle), Return(norms[0], norms[1])),
+        "mlp_skip": (Feed(updated, norms[1]),),
+        "norm": (PassInput(norms[0]), PassInput(norms[1])),
+    }
+    return Family(
+        name=name,
+        model_types=model_types,
+        attended=attended,
+        updated=updated,
+        attention_norm=norms[0],
+        mlp_norm=norms[1],
+        edits=usual | (edits or {}),
         **row,
     )
 
@@ -75,45 +104,35 @@ TABLE = (
         longest=lambda config: config.max_position_embeddings - config.pad_token_id - 1,
     ),
     bert_like("ELECTRA", "electra"),
-    Family(
-        name="ALBERT",
-        model_types=("albert", "rank_albert"),
+    post_norm(
+        "ALBERT",
+        *("albert", "rank_albert"),
         layers="encoder.albert_layer_groups.*.albert_layers",
         groups=albert_groups,
         attention="attention",
         attended="attention.output_dropout",
-        attention_norm="attention.LayerNorm",
         updated="ffn_output",
-        mlp_norm="full_layer_layer_norm",
+        norms=("attention.LayerNorm", "full_layer_layer_norm"),
+        idle="ffn",
         projections=LinearProjections("attention.query", "attention.key", "attention.value", "attention.dense"),
         mlp=MLPPaths("ffn", "ffn_output", "activation"),
-        edits={
-            "attention_skip": (Feed("attention.output_dropout", "attention.LayerNorm"),),
-            "mlp": (Idle("ffn"), Return("attention", "full_layer_layer_norm")),
-            "mlp_skip": (Feed("ffn_output", "full_layer_layer_norm"),),
-            "norm": (PassInput("attention.LayerNorm"), PassInput("full_layer_layer_norm")),
-            "identity_trick": (Idle("ffn"), Return("attention", "ffn_output", function="activation")),
-        },
+        edits={"identity_trick": (Idle("ffn"), Return("attention", "ffn_output", function="activation"))},
         pool=lambda base, states: base.pooler_activation(base.pooler(states[:, 0])),
         rank_twin="RankAlbert",
     ),
-    Family(
-        name="XLNet",
-        model_types=("xlnet", "rank_xlnet"),
+    post_norm(
+        "XLNet",
+        *("xlnet", "rank_xlnet"),
         layers="layer",
         attention="rel_attn",
         attended="rel_attn.dropout",
-        attention_norm="rel_attn.layer_norm",
         updated="ff.dropout",
-        mlp_norm="ff.layer_norm",
+        norms=("rel_attn.layer_norm", "ff.layer_norm"),
+        idle="ff.layer_1",
         projections=RelativeProjections("rel_attn"),
         mlp=MLPPaths("ff.layer_1", "ff.layer_2", "ff.activation_function"),
-        edits={
-            "attention_skip": (Feed("rel_attn.dropout", "rel_attn.layer_norm"),),
-            "mlp": (Idle("ff.layer_1"), PassInput("ff")),
-            "mlp_skip": (Feed("ff.dropout", "ff.layer_norm"),),
-            "norm": (PassInput("rel_attn.layer_norm"), PassInput("ff.layer_norm")),
-        },
+        # both streams are normed before the MLP of the first, so the last output of the norm is that of the other stream
+        edits={"mlp": (Idle("ff.layer_1"), PassInput("ff"))},
         batch_first=False,
         maps="dropout",
         causal=lambda config: config.attn_type == "uni",
@@ -148,23 +167,17 @@ TABLE = (
         longest=lambda config: None if config.position == "none" else position_limit(config),
         show_query_key=show_projected,
     ),
-    Family(
-        name="DistilBERT",
-        model_types=("distilbert",),
+    post_norm(
+        "DistilBERT",
+        "distilbert",
         layers="transformer.layer",
         attention="attention",
         attended="attention",
-        attention_norm="sa_layer_norm",
         updated="ffn",
-        mlp_norm="output_layer_norm",
+        norms=("sa_layer_norm", "output_layer_norm"),
+        idle="ffn",
         projections=LinearProjections("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
         mlp=MLPPaths("ffn.lin1", "ffn.lin2", "ffn.activation"),
-        edits={
-            "attention_skip": (Feed("attention", "sa_layer_norm"),),
-            "mlp": (Idle("ffn"), Return("sa_layer_norm", "output_layer_norm")),
-            "mlp_skip": (Feed("ffn", "output_layer_norm"),),
-            "norm": (PassInput("sa_layer_norm"), PassInput("output_layer_norm")),
-        },
     ),
     pre_norm(
         "ViT",
@@ -221,15 +234,6 @@ def family_of(model: PreTrainedModel | PreTrainedConfig) -> Family:
             return family
     known = ", ".join(sorted(name for family in TABLE for name in family.model_types))
     raise ValueError(f"no row for model type {model_type!r} ({type(model).__name__}); these have one: {known}.")
-
-
-def cannot_remove(model: PreTrainedModel, part: str) -> str:
-    """Why `ablate` cannot remove a part of a model, or an empty string where it can."""
-    family = family_of(model)
-    if part in family.edits:
-        return ""
-    reason = family.notes.get(part, "this family has no such part")
-    return f"`{part}` cannot be removed from {model.config.model_type}: {reason}"
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:

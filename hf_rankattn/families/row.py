@@ -133,5 +133,9 @@ class Family:
     rank_twin: str | None = None
     cross_attention: str | None = None
 
+    def cannot_remove(self, part: str) -> str:
+        """Why `ablate` cannot remove a part, or an empty string where it can."""
+        return "" if part in self.edits else self.notes.get(part, "this family has no such part")
+
     def pre_norm(self, layer: Any) -> bool:
         return layer.pre_norm if self.norm == "layer" else self.norm == "pre"

@@ -9,6 +9,16 @@ from .threads import one_thread
 PIECE = 2**19
 
 
+def for_heads(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A mask (batch, n) or (..., n) as booleans with an entry for every row of `x` (..., n, m)."""
+    while mask.ndim < x.ndim - 1:
+        mask = mask.unsqueeze(-2)  # (batch, n) -> (batch, 1, n) for heads
+    try:
+        return mask.bool().to(x.device).expand(x.shape[:-1])
+    except RuntimeError as error:
+        raise ValueError(f"`mask` {tuple(mask.shape)} does not fit maps {tuple(x.shape)}.") from error
+
+
 def drop_padding(maps: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Maps (..., n, m) with padded rows and columns set to zero, and which rows are real (..., n).
 
@@ -19,12 +29,7 @@ def drop_padding(maps: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.T
         return maps, torch.ones(maps.shape[:-1], dtype=torch.bool, device=maps.device)
     if maps.shape[-1] != maps.shape[-2]:
         raise ValueError(f"`mask` needs square maps, got {tuple(maps.shape)}.")
-    while mask.ndim < maps.ndim - 1:
-        mask = mask.unsqueeze(-2)  # (batch, n) -> (batch, 1, n) for heads
-    try:
-        real = mask.bool().expand(maps.shape[:-1])
-    except RuntimeError as error:
-        raise ValueError(f"`mask` {tuple(mask.shape)} does not fit maps {tuple(maps.shape)}.") from error
+    real = for_heads(mask, maps)
     if not bool(real.any(-1).all()):
         raise ValueError("`mask` marks every row of an example as padding: there is nothing to measure in it.")
     # masked_fill, not a product: rows of padding may hold NaN
@@ -142,12 +147,10 @@ def factor_spectrum(
         raise ValueError(f"queries and keys must have one width, got {tuple(query.shape)} and {tuple(key.shape)}.")
     query, key = working(query), working(key)
     if mask is not None:
-        while mask.ndim < query.ndim - 1:
-            mask = mask.unsqueeze(-2)
-        mask = mask.to(query.device).expand(query.shape[:-1])
+        mask = for_heads(mask, query)
         query, key = drop_rows(query, mask), drop_rows(key, mask)
     if center_rows:
-        count = key.shape[-2] if mask is None else mask.bool().sum(-1)[..., None, None]
+        count = key.shape[-2] if mask is None else mask.sum(-1)[..., None, None]
         key = drop_rows(key - key.sum(-2, keepdim=True) / count, mask)
     with one_thread(query):
         left, right = (torch.linalg.qr(factor, mode="r").R for factor in (query, key))

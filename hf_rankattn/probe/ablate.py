@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..families.architectures import base_of, cannot_remove, family_of, layers_of
+from ..families.architectures import base_of, family_of, layers_of
 from ..families.projections import submodule
 from ..families.row import Edit, Feed, Idle, PassInput, Return, ZeroInput, ZeroOutput
 from ..files.running import uncompiled
@@ -183,8 +183,11 @@ def ablate(
     switches = {"norm": norm, "attention_skip": attention_skip, "mlp_skip": mlp_skip, "mlp": mlp}
     names = ["identity_trick" if value == "identity_trick" else name for name, value in switches.items() if value]
     for name in names:
-        if reason := cannot_remove(model, name):
-            raise ValueError(f"{reason}. These can be removed: {', '.join(family.edits)}.")
+        if reason := family.cannot_remove(name):
+            raise ValueError(
+                f"`{name}` cannot be removed from {model.config.model_type}: {reason}. These can be removed: "
+                f"{', '.join(family.edits)}."
+            )
     if names and model.config.chunk_size_feed_forward:
         raise ValueError(
             "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."

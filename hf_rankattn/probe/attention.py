@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import attention_of, base_of, family_of, layers_of
-from ..files.running import Inputs, batches_of, evaluating
+from ..families.architectures import attention_of, family_of, layers_of
+from ..files.running import Inputs, evaluating
 from ..measure import cheap_metrics, spectral_metrics
-from .batches import probing, real_tokens, run
-from .tables import head_rows, joined
+from .batches import check_depth, probing, run
+from .tables import LongTable
 
 
 MEASURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"cheap": cheap_metrics, "full": spectral_metrics}
@@ -100,8 +100,7 @@ def measure_attention(
     """Rank metrics of the attention map of every layer, head and example.
 
     Args:
-        model: A model of a family in the table of architectures.
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. Padded rows and columns are dropped.
+        model, inputs: As in [`measure_collapse`], which has an example. Padded rows and columns are dropped.
         metrics (`str`, *optional*, defaults to `"cheap"`):
             `"full"` computes the singular values of every map ([`spectral_metrics`]); `"cheap"` needs none
             ([`cheap_metrics`]), and reports the error of its stable rank as a separate metric.
@@ -110,33 +109,15 @@ def measure_attention(
     that of the content-free map, under the name `..._over_content_free` (not with a sliding window shorter than the text).
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers import BertConfig, BertModel
-    >>> from hf_rankattn import measure_attention
-
-    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
-    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
-    >>> table = measure_attention(model, batch, metrics="full")
-    >>> table[table.metric == "effective_rank"].groupby("layer")["head"].nunique().tolist()
-    [4, 4]
-    ```
     """
-    family_of(model)
     if metrics not in MEASURES:
         raise ValueError(f"`metrics` must be 'cheap' or 'full', got {metrics!r}.")
-    base, frames, offset = base_of(model), [], 0
-    for batch in batches_of(base, inputs):
-        mask = real_tokens(base, batch)
-        with evaluating(base), implementation(model, "eager"), ExitStack() as stack:
+    table = LongTable(model, "layer", "head", "example")
+    for batch, mask in table.batches(inputs):
+        with evaluating(table.base), implementation(model, "eager"), ExitStack() as stack:
             recorder = LayerMaps(model, metrics, mask, stack)
             run(model, batch)
-        if len(recorder.rows) != len(layers_of(model)):
-            raise ValueError(f"{len(recorder.rows)} of the {len(layers_of(model))} layers showed their maps.")
+        check_depth(model, len(recorder.rows), "maps")
         for layer, values in enumerate(recorder.rows):
-            frames.append(head_rows(values, offset, layer))
-        offset += len(next(iter(values.values())))
-    return joined(model, frames, "layer", "head", "example")
+            table.add_heads(values, layer)
+    return table.finish()

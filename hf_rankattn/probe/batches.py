@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..families.architectures import base_of
+from ..families.architectures import base_of, family_of, layers_of
 from ..files.batches import longest
 from ..measure.norms import full_precision
 
@@ -28,7 +28,9 @@ def probing(
     @wraps(measure)
     def enter(model: PreTrainedModel, *args: Options.args, **kwargs: Options.kwargs) -> pd.DataFrame:
         with full_precision():
-            return measure(plain(model), *args, **kwargs)
+            model = plain(model)
+            family_of(model)  # refuses an unknown family before anything else
+            return measure(model, *args, **kwargs)
 
     return enter
 
@@ -107,6 +109,11 @@ def plain_output(model: PreTrainedModel) -> dict[str, bool]:
     parameters = inspect.signature(model.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in wanted.items() if anything or name in parameters}
+
+
+def check_depth(model: PreTrainedModel, seen: int, what: str) -> None:
+    if seen != (depth := len(layers_of(model))):
+        raise ValueError(f"{seen} of the {depth} layers of {type(model).__name__} showed their {what}.")
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -8,14 +8,15 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..families.architectures import attention_of, family_of, layers_of
 from ..families.row import MLP
-from ..files.running import Inputs, batches_of
+from ..files.running import Inputs
 from ..measure import composite_norm, residual
 from ..measure.norms import drop_rows, inf_norm, one_norm, working
-from .batches import probing, real_tokens
+from .batches import probing
 from .frozen import FrozenAttention, FrozenStep, walk
 from .paths import Guard, checked
+from .tables import LongTable
 from .weights import form_factors, present
 
 
@@ -208,7 +209,7 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
 
     Args:
         model: A model of a family in the table of architectures, whole or under [`ablate`].
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        inputs: As in [`measure_collapse`], which has an example.
 
     X are the states that enter attention, R is their residual, and attention adds `sum_h P_h X W_h` to the stream. Metrics:
     `residual` of X about its mean row, and `measured`, the residual of the sum about its mean or its median, whichever is
@@ -224,32 +225,15 @@ def layer_bounds(model: PreTrainedModel, inputs: Inputs) -> pd.DataFrame:
     Returns a long table with the columns `model, layer, example, metric, value, note`. The note is empty, or says that a
     bound is vacuous (not below the residual of the input), why it does not apply (a causal mask, relative or rotary
     positions, unit-norm queries, hardmax), or that the measured value is rounding; values that do not exist are NaN.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers import BertConfig, BertModel
-    >>> from hf_rankattn import layer_bounds
-
-    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
-    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
-    >>> table = layer_bounds(model, batch)
-    >>> first = table[table.layer == 0].set_index("metric").value
-    >>> bool(first["measured"] < first["sharp_bound"] < first["repaired_bound"])
-    True
-    ```
     """
-    rows, offset = [], 0
-    for batch in batches_of(base_of(model), inputs):
-        walker = Bounds(model, real_tokens(base_of(model), batch))
+    table = LongTable(model, "layer", "example")
+    for batch, mask in table.batches(inputs):
+        walker = Bounds(model, mask)
         walker.arrive(working(walk(model, batch, walker).last_hidden_state))
         checked(walker.error, model)
         for layer, (metrics, silent) in enumerate(zip(walker.rows, walker.notes, strict=True)):
-            rows += layer_rows(metrics, silent, layer, offset)
-        offset += len(walker.rows[0]["measured"])
-    table = pd.DataFrame(rows).assign(model=model.config.model_type)
-    return table[["model", "layer", "example", "metric", "value", "note"]]
+            table.rows += layer_rows(metrics, silent, layer, table.offset)
+    return table.finish()
 
 
 def layer_rows(metrics: dict[str, torch.Tensor], silent: str, layer: int, offset: int) -> list[dict]:

@@ -1,7 +1,7 @@
 """Rank metrics in the log of a training run."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -173,17 +173,15 @@ class RankCallback(TrainerCallback):
     def measure(self, model) -> dict[str, float]:
         """The metrics of a model, under the names in the log."""
         assert self.inputs is not None
-        tables: dict[str, pd.DataFrame] = {}
-        wanted = set(self.metrics)
-        if wanted & set(COLLAPSE):
-            tables |= dict.fromkeys(COLLAPSE, measure_collapse(model, self.inputs, variants=("transformer",)))
-        if wanted & {*CHEAP, *FULL}:
-            maps = measure_attention(model, self.inputs, metrics="full" if wanted & set(FULL) else "cheap")
-            tables |= dict.fromkeys((*CHEAP, *FULL), maps)
-        if wanted & set(LOGITS):
-            tables |= dict.fromkeys(LOGITS, measure_logits(model, self.inputs))
-        if wanted & set(WEIGHTS):
-            tables |= dict.fromkeys(WEIGHTS, measure_weights(model))
+        wanted, inputs = set(self.metrics), self.inputs
+        probes: dict[tuple[str, ...], Callable[[], pd.DataFrame]] = {
+            COLLAPSE: lambda: measure_collapse(model, inputs, variants=("transformer",)),
+            (*CHEAP, *FULL): lambda: measure_attention(model, inputs, "full" if wanted & set(FULL) else "cheap"),
+            LOGITS: lambda: measure_logits(model, inputs),
+            WEIGHTS: lambda: measure_weights(model),
+        }
+        measured = {names: probe() for names, probe in probes.items() if wanted & set(names)}
+        tables = {name: table for names, table in measured.items() for name in names}
         logs: dict[str, float] = {}
         for name in self.metrics:
             table = tables[name]

@@ -7,13 +7,13 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import base_of, family_of, layers_of
-from ..files.running import Inputs, batches_of, evaluating
+from ..families.architectures import family_of, layers_of
+from ..files.running import Inputs, evaluating
 from ..measure import residual, token_cosine
 from ..measure.norms import drop_rows, norm_of_sizes, working
 from .ablate import ablate
-from .batches import probing, real_tokens, run
-from .tables import rows_of
+from .batches import check_depth, probing, run
+from .tables import LongTable
 
 
 VARIANTS = {
@@ -39,11 +39,10 @@ def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
 class LayerStates:
     """Hooks that reduce the states of each layer to metrics at once, and keep only those."""
 
-    def __init__(self, model: PreTrainedModel, stack: ExitStack):
-        self.family, layers = family_of(model), layers_of(model)
-        self.mask: torch.Tensor | None = None
+    def __init__(self, model: PreTrainedModel, mask: torch.Tensor | None, stack: ExitStack):
+        self.family, self.mask = family_of(model), mask
         self.rows: list[dict[str, torch.Tensor]] = []
-        for layer in dict.fromkeys(layers):
+        for layer in dict.fromkeys(layers_of(model)):
             stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(self.leave).remove)
 
@@ -94,28 +93,19 @@ def measure_collapse(
     [0, 1, 2]
     ```
     """
-    family_of(model)
     if isinstance(variants, str) or not variants:
         raise ValueError(f"`variants` must be a list of names, got {variants!r}; there are {', '.join(VARIANTS)}.")
     if unknown := sorted(set(variants) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
-    base, offset = base_of(model), 0
-    rows: dict[str, list[dict]] = {variant: [] for variant in variants}
+    table = LongTable(model, "variant", "layer", "example")
     # every batch is read once and measured in all variants, so generators and shuffling loaders work too
-    for batch in batches_of(base, inputs):
-        mask = real_tokens(base, batch)
-        for variant, own in rows.items():
-            with evaluating(base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
-                recorder = LayerStates(model, stack)
-                recorder.mask = mask
+    for batch, mask in table.batches(inputs):
+        for variant in dict.fromkeys(variants):
+            with evaluating(table.base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
+                recorder = LayerStates(model, mask, stack)
                 run(model, batch)
-            if len(recorder.rows) != 1 + len(layers_of(model)):
-                raise ValueError(
-                    f"{len(recorder.rows) - 1} of the {len(layers_of(model))} layers showed their states."
-                )
+            check_depth(model, len(recorder.rows) - 1, "states")
             for layer, metrics in enumerate(recorder.rows):
-                own += rows_of(metrics, offset, variant=variant, layer=layer)
-        offset += len(metrics["token_cosine"])
-    table = pd.DataFrame([row for own in rows.values() for row in own])
-    table.insert(0, "model", model.config.model_type)
-    return table
+                table.add(metrics, variant=variant, layer=layer)
+    place = {variant: number for number, variant in enumerate(dict.fromkeys(variants))}
+    return table.finish().sort_values("variant", key=lambda names: names.map(place), kind="stable", ignore_index=True)

@@ -13,16 +13,15 @@ from transformers import PreTrainedModel
 from ..checks import whole
 from ..families.architectures import attention_of, base_of, family_of, layers_of
 from ..families.projections import submodule
-from ..files.running import Inputs, batches_of, evaluating
+from ..files.running import Inputs, evaluating
 from ..measure import relative_residual
 from ..measure.norms import working
 from ..measure.residual import Center
 from .ablate import Depth, ablate, first
-from .batches import plain_output, probing, real_tokens
+from .batches import plain_output, probing
 from .frozen import FrozenAttention, FrozenStep, decomposable, norm_on, walk
-from .paths import plain_batches
-from .tables import long_table, rows_of
-from .task_head import TaskHead, task_batches
+from .tables import LongTable, examples_of
+from .task_head import TaskHead
 
 
 def draw_paths(heads: Sequence[int], length: int, paths: int, seed: Sequence[int]) -> np.ndarray:
@@ -91,11 +90,6 @@ class SubNetworks:
         return (kept, *output[1:]) if isinstance(output, tuple) else kept
 
 
-def examples_of(batch: dict) -> int:
-    """The number of examples of a batch; `position_ids` may have one row for all of them."""
-    return max(len(value) for value in batch.values())
-
-
 def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: bool):
     """The output of the base model on all paths, and the normalised sum of their states."""
     base, count = base_of(model), len(chosen)
@@ -103,8 +97,10 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
     rows = torch.from_numpy(chosen).repeat_interleave(size, dim=0)
     whole_rows = {name: value.expand(size, *value.shape[1:]) for name, value in batch.items()}
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in whole_rows.items()}
-    with evaluating(base), ablate(model, attention_skip=True, mlp=not mlp), ExitStack() as stack:
+    with evaluating(base), ExitStack() as stack:
+        # before `ablate`, whose hooks may read the output of a norm, which has to be without gain and bias
         SubNetworks(model, rows, stack)
+        stack.enter_context(ablate(model, attention_skip=True, mlp=not mlp))
         result = base(**repeated, **plain_output(base))
     total = result.last_hidden_state.unflatten(0, (count, size)).sum(0)
     return result, bare_norm(submodule(layers_of(model)[-1], family_of(model).attention_norm), total)
@@ -123,7 +119,7 @@ def isolated_paths(
 
     Args:
         model: A model of a family whose layers normalise after they add; losses need a task head.
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader; losses need labels.
+        inputs: As in [`measure_collapse`], which has an example; losses need labels.
         paths (`int`, *optional*, defaults to 5): How many paths of each length are summed; the paper has 5 and 20.
         repetitions (`int`, *optional*, defaults to 5): The number of draws.
         mlp (`bool`, *optional*): Keep the MLPs of the layers that a path uses, with their skips and norms.
@@ -136,38 +132,21 @@ def isolated_paths(
 
     Metrics: `relative_residual` of the sum; with labels `loss`, and `accuracy` where labels are classes.
     Returns a long table with the columns `model, length, repetition, example, metric, value`.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers import BertConfig, BertModel
-    >>> from hf_rankattn import isolated_paths
-
-    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
-    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
-    >>> table = isolated_paths(model, batch, paths=5, repetitions=2)
-    >>> sorted(table.length.unique().tolist()), table.metric.unique().tolist()
-    ([0, 1, 2], ['relative_residual'])
-    ```
     """
     if any(map(decomposable(model).pre_norm, layers_of(model))):
         raise ValueError("isolated paths need layers that normalise after they add, and these normalise before.")
     paths, repetitions, seed = whole("paths", paths, 1), whole("repetitions", repetitions, 1), whole("seed", seed, 0)
-    heads, base = head_counts(model), base_of(model)
-    rows, offset = [], 0
-    for batch, task_batch in plain_batches(model, inputs) if base is model else task_batches(model, inputs):
-        mask = real_tokens(base, batch)
+    heads, table = head_counts(model), LongTable(model, "length", "repetition", "example")
+    for batch, mask, task_batch in table.task_batches(inputs):
         for length in range(len(heads) + 1):
             for repetition in range(repetitions):
                 chosen = draw_paths(heads, length, paths, [seed, length, repetition])
                 result, states = sum_of_paths(model, batch, chosen, mlp)
                 metrics = {"relative_residual": relative_residual(states, mask)}
-                if base is not model:
+                if table.base is not model:
                     metrics |= TaskHead(model, result, task_batch).scores(states)
-                rows += rows_of(metrics, offset, length=length, repetition=repetition)
-        offset += len(states)
-    return long_table(model, rows, ["length", "repetition"])
+                table.add(metrics, length=length, repetition=repetition)
+    return table.finish().astype({"length": "Int64"})
 
 
 class Products:
@@ -205,8 +184,7 @@ def path_products(
     """The distance from rank one of the product of attention maps along random paths, by the length of the path.
 
     Args:
-        model: A model of a family in the table of architectures.
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        model, inputs: As in [`measure_collapse`], which has an example.
         lengths (`Sequence[int]`, *optional*): How many layers a path has; 1 to L by default.
         samples (`int`, *optional*, defaults to 100): Random paths of each length, in each batch.
         seed (`int`, *optional*, defaults to 0): Of the draws.
@@ -218,21 +196,6 @@ def path_products(
     the doubly exponential rate of the states of pure attention.
 
     Returns a long table with the columns `model, length, path, example, metric, value`; `path` counts the draws.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers import BertConfig, BertModel
-    >>> from hf_rankattn import path_products
-
-    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
-    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
-    >>> table = path_products(model, batch, samples=20)
-    >>> medians = table.groupby("length").value.median()
-    >>> bool(medians[2] < medians[1] < 1)
-    True
-    ```
     """
     heads = head_counts(model)
     wanted = range(1, len(heads) + 1) if lengths is None else lengths
@@ -240,17 +203,17 @@ def path_products(
     within = isinstance(wanted, Sequence) and wanted and all(length in range(1, len(heads) + 1) for length in wanted)
     if not within:
         raise ValueError(f"`lengths` must be a list of whole numbers within 1 and {len(heads)}, got {lengths!r}.")
-    rows, offset = [], 0
-    for number, batch in enumerate(batches_of(base_of(model), inputs)):
-        size, mask = examples_of(batch), real_tokens(base_of(model), batch)
+    table = LongTable(model, "length", "path", "example")
+    for number, (batch, mask) in enumerate(table.batches(inputs)):
         chosen = np.concatenate([draw_paths(heads, length, samples, [seed, number, length]) for length in wanted])
-        examples = np.random.default_rng(np.random.SeedSequence([seed, number])).integers(size, size=len(chosen))
+        examples = np.random.default_rng(np.random.SeedSequence([seed, number])).integers(
+            examples_of(batch), size=len(chosen)
+        )
         walker = Products(chosen, examples, reverse)
         walk(model, batch, walker)
         for place, (product, example) in enumerate(zip(walker.products, map(int, examples), strict=True)):
             assert product is not None
             value = relative_residual(product, None if mask is None else mask[example], center).item()
-            labels = {"length": wanted[place // samples], "path": place % samples, "example": offset + example}
-            rows.append({**labels, "metric": "relative_residual", "value": value})
-        offset += size
-    return long_table(model, rows, ["length", "path"])
+            labels = {"length": wanted[place // samples], "path": place % samples, "example": table.offset + example}
+            table.rows.append({**labels, "metric": "relative_residual", "value": value})
+    return table.finish().astype({"length": "Int64"})

@@ -10,13 +10,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..families.architectures import attention_of, base_of, family_of, layers_of
-from ..files.running import Inputs, batches_of, evaluating
+from ..families.architectures import attention_of, family_of, layers_of
+from ..files.running import Inputs, evaluating
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
 from .attention import implementation
-from .batches import probing, real_tokens, run
-from .tables import head_rows, joined
+from .batches import check_depth, probing, run
+from .tables import LongTable
 from .weights import rank_limit
 
 
@@ -83,13 +83,8 @@ def measure_logits(
     """Rank metrics of the row-centred logits of every layer, head and example.
 
     Args:
-        model: A model of a family in the table of architectures.
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. Padded rows and columns are dropped.
-        rtol (`float`, *optional*, defaults to 0.01): Tolerance of `numerical_rank`, relative to the largest value.
-        energy (`float`, *optional*, defaults to 0.9): The share of squared singular values that `energy_rank` keeps.
-        spectra (`bool`, *optional*):
-            Add a column `component`, and rows of the metric `energy_share`: the share of squared singular values of each
-            component, in descending order.
+        model, inputs: As in [`measure_collapse`], which has an example. Padded rows and columns are dropped.
+        rtol, energy, spectra (*optional*): As in [`measure_weights`].
 
     Softmax ignores a constant along a row, so the keys are centred over the tokens of their text. Queries and keys include
     biases, norms and rotary positions; masks are ignored. For XLNet only the content term is measured, without the
@@ -98,37 +93,19 @@ def measure_logits(
     of the row-centred logits: near 0 for maps that ignore content, above `sqrt(2 ln n)` for maps that are nearly hard.
 
     Returns a long table with the columns `model, layer, head, example, metric, value`.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers import BertConfig, BertModel
-    >>> from hf_rankattn import measure_logits
-
-    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
-    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
-    >>> table = measure_logits(model, batch)
-    >>> table[table.metric == "rank_limit"].value.unique().tolist()
-    [16.0]
-    ```
     """
-    base, depth, frames, offset = base_of(model), len(layers_of(model)), [], 0
+    table = LongTable(model, "layer", "head", "example", *(["component"] if spectra else []))
     rotated = family_of(model).positions == "rotary positions"
-    for batch in batches_of(base, inputs):
-        record = LayerLogits(real_tokens(base, batch))
-        with evaluating(base), recording(model, record):
+    for batch, mask in table.batches(inputs):
+        record = LayerLogits(mask)
+        with evaluating(table.base), recording(model, record):
             run(model, batch)
-        if len(record.rows) != depth:
-            raise ValueError(
-                f"{len(record.rows)} of the {depth} layers of {type(model).__name__} showed their queries and keys."
-            )
+        check_depth(model, len(record.rows), "queries and keys")
         for layer, (spectrum, spread, width) in enumerate(record.rows):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread
             limit = torch.full_like(spread, rank_limit(model.config, width, rotated))
             # n centred rows have at most rank n - 1
             metrics["rank_limit"] = torch.minimum(limit, record.lengths(limit) - 1)
-            frames.append(head_rows(metrics, offset, layer, spectrum if spectra else None))
-        offset += len(spread)
-    return joined(model, frames, "layer", "head", "example", *(["component"] if spectra else []))
+            table.add_heads(metrics, layer, spectrum if spectra else None)
+    return table.finish()

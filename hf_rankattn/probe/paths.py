@@ -8,14 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checks import whole
-from ..families.architectures import base_of
-from ..files.running import Inputs, batches_of
+from ..files.running import Inputs
 from ..measure import relative_residual
 from ..measure.norms import drop_rows, working
-from .batches import probing, real_tokens
+from .batches import probing
 from .frozen import FrozenAttention, FrozenStep, walk
-from .tables import long_table, rows_of
-from .task_head import TaskHead, task_batches
+from .tables import LongTable
+from .task_head import TaskHead
 
 
 Part = torch.Tensor | None  # None is zero
@@ -177,7 +176,7 @@ def path_lengths(
 
     Args:
         model: A model of a family in the table of architectures, whole or under [`ablate`].
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        inputs: As in [`measure_collapse`].
         by (`str`, *optional*, defaults to `"length"`):
             `"length"`: the parts are the sums of all paths through k heads, k = 0..L; together they are the output.
             `"layer"` or `"head"`: the parts are the sums of all paths through the attention of a layer, or through one
@@ -219,22 +218,22 @@ def path_lengths(
     labels = {"length": ["length"], "layer": ["layer"], "head": ["layer", "head"]}
     if not isinstance(by, str) or by not in labels:
         raise ValueError(f"`by` must be 'length', 'layer' or 'head', got {by!r}.")
-    rows, offset = [], 0
-    for batch, task_batch in task_batches(model, inputs) if loss else plain_batches(model, inputs):
-        mask = real_tokens(base_of(model), batch)
+    table = LongTable(model, *labels[by], "example")
+    if loss and table.base is model:
+        raise ValueError(f"{type(model).__name__} has no task head, and so no loss: give a model with a head.")
+    for batch, mask, task_batch in table.task_batches(inputs, labels=loss):
         walker = Lengths() if by == "length" else Layers(heads=by == "head")
         result = walk(model, batch, walker)
         actual = working(result.last_hidden_state)
         output = drop_rows(actual, mask)
         for index, part in zip(walker.index(), walker.parts, strict=True):
-            rows += rows_of(part_metrics(part, output, mask), offset, **index)
+            table.add(part_metrics(part, output, mask), **index)
         if loss:
             for index, metrics in losses(walker, TaskHead(model, result, task_batch), actual):
-                rows += rows_of(metrics, offset, **index)
+                table.add(metrics, **index)
         nowhere = dict.fromkeys(labels[by], pd.NA)
-        rows += rows_of(checked(final_error(walker, actual, output, mask), model), offset, **nowhere)
-        offset += len(output)
-    return long_table(model, rows, labels[by])
+        table.add(checked(final_error(walker, actual, output, mask), model), **nowhere)
+    return table.finish().astype(dict.fromkeys(labels[by], "Int64"))
 
 
 def final_error(
@@ -248,11 +247,6 @@ def final_error(
     while walker.parts:  # summed in the memory of the first
         total = added(total, walker.parts.pop(0))
     return relative_error(torch.zeros_like(output) if total is None else drop_rows(total, mask), output)
-
-
-def plain_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict, dict]]:
-    for batch in batches_of(base_of(model), inputs):
-        yield batch, {}
 
 
 def losses(
@@ -310,7 +304,7 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
 
     Args:
         model: A model of a family in the table of architectures, whole or under [`ablate`].
-        inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
+        inputs: As in [`measure_collapse`].
         limit (`int`, *optional*, defaults to 20000): The largest number of paths; there are (H + 1)^L with skips.
 
     `path` has an entry for every layer: a head, counted from 1, or 0 for the skip, or `_` for layers before its `source`:
@@ -336,24 +330,22 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
     ```
     """
     limit = whole("limit", limit, 1)
-    rows, offset = [], 0
-    for batch in batches_of(base_of(model), inputs):
-        mask, walker = real_tokens(base_of(model), batch), Steps()
+    table = LongTable(model, "source", "path", "length", "example")
+    for batch, mask in table.batches(inputs):
+        walker = Steps()
         output = drop_rows(working(walk(model, batch, walker).last_hidden_state), mask)
         if (count := count_paths(walker.steps)) > limit:
             raise ValueError(f"the network has {count} paths, above limit={limit}: use path_lengths, which sums them.")
         total: Part = None
         assert walker.states is not None
         for source, path, length, matrix, term in each_path(walker.steps, walker.states):
-            labels = {"source": source, "path": path, "length": length}
             deviation = (matrix.sum(-1) - 1).abs()
             if mask is not None:
                 deviation = deviation.masked_fill(~mask.bool(), 0)
             metrics = {**part_metrics(term, output, mask), "row_sum_error": deviation.amax(-1)}
-            rows += rows_of(metrics, offset, **labels)
+            table.add(metrics, source=source, path=path, length=length)
             total = term.clone() if total is None else total.add_(term)
         assert total is not None
         error = relative_error(drop_rows(total, mask), output)
-        rows += rows_of(checked(error, model), offset, source=None, path=None, length=pd.NA)
-        offset += len(output)
-    return long_table(model, rows, ["source", "path", "length"])
+        table.add(checked(error, model), source=None, path=None, length=pd.NA)
+    return table.finish().astype({"length": "Int64"})

@@ -14,12 +14,12 @@ import transformers
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from ..families.architectures import base_of, cannot_remove, family_of, layers_of
+from ..families.architectures import base_of, family_of, layers_of
 from ..files.batches import Batch, random_batches, text_batches
 from ..files.checkpoints import NoTokenizer, in_one_dtype, load_config, load_model, load_tokenizer, readable
 from ..files.texts import read_texts
 from ..measure.rate import precision_floor
-from . import ablate, measure_attention, measure_collapse, measure_logits, measure_weights
+from . import measure_attention, measure_collapse, measure_logits, measure_weights
 from .batches import over_processes, real_tokens
 from .collapse import VARIANTS
 from .weights import PackedWeightsError
@@ -27,6 +27,7 @@ from .weights import PackedWeightsError
 
 logger = logging.get_logger(__name__)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PARTS = {"attention_skip": "the skip connection around attention", "mlp": "the MLP"}
 COLUMNS = ["model", "question", "variant", "layer", "head", "example", "component", "metric", "value"]
 
 
@@ -39,22 +40,10 @@ def load_checkpoint(
     device_map: str | dict | None = None,
     offload_folder: str | None = None,
 ) -> PreTrainedModel:
-    """The model below its task head, from safetensors only and without remote code.
+    """The model below its task head, from safetensors only and without remote code; see `rankattn measure --help`.
 
-    Args:
-        name: A folder, or a repository on the Hub.
-        random_init: Read the config only and draw random weights.
-        dtype: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
-        seed: Seed of random weights.
-        revision: Branch, tag or commit on the Hub.
-        device_map: As in `from_pretrained`: `"auto"` for models too big for one device. By default, the accelerator if
-            there is one.
-        offload_folder: Folder for weights that fit on no device.
+    Without a `device_map` the model is on the accelerator if there is one.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"`seed` must be at least 0 and below 2**63, got {seed}.")
     config = load_config(name, revision)
     family_of(config)  # refuse an unknown family before gigabytes are read
     if random_init:
@@ -76,14 +65,18 @@ def load_checkpoint(
 
 def possible_variants(model: PreTrainedModel) -> tuple[str, ...]:
     """The variants whose ablations the family of a model allows."""
-    impossible = impossible_variants(model)
-    return tuple(name for name in VARIANTS if name not in impossible)
+    return tuple(name for name in VARIANTS if name not in impossible_variants(model))
 
 
 def impossible_variants(model: PreTrainedModel) -> dict[str, str]:
     """The variants that cannot be measured, and why."""
-    parts = {name: [cannot_remove(model, part) for part in switches] for name, switches in VARIANTS.items()}
-    return {name: next(filter(None, reasons)) for name, reasons in parts.items() if any(reasons)}
+    family = family_of(model)
+    return {
+        name: f"{PARTS[part]} cannot be removed from {model.config.model_type}: {family.cannot_remove(part)}"
+        for name, switches in VARIANTS.items()
+        for part in switches
+        if family.cannot_remove(part)
+    }
 
 
 def survey(
@@ -99,9 +92,10 @@ def survey(
     any number of processes.
     """
     variants = possible_variants(model) if variants is None else tuple(dict.fromkeys(variants))
-    for variant in variants:  # refuse an impossible variant before anything is measured
-        with ablate(model, **VARIANTS[variant]):  # type: ignore[arg-type]
-            pass
+    for variant, reason in impossible_variants(model).items():
+        if variant in variants:
+            possible = ", ".join(possible_variants(model))
+            raise ValueError(f"the variant {variant} is not possible: {reason}. Possible variants: {possible}.")
 
     def collapse(variant: str) -> pd.DataFrame:
         return over_processes(lambda batch: measure_collapse(model, batch, [variant]), batches, progress)
@@ -191,8 +185,6 @@ def measure_checkpoint(
     """The table of [`survey`] for a checkpoint, and the facts of the run; all arguments are those of `rankattn measure`."""
     if random_inputs and (text is not None or dataset is not None):
         raise ValueError("give a text, a dataset, or random inputs, not several.")
-    if metrics not in ("cheap", "full"):
-        raise ValueError(f"`metrics` must be 'cheap' or 'full', got {metrics!r}.")
     if unknown := sorted(set(variants or ()) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
     transformers.utils.logging.disable_progress_bar()

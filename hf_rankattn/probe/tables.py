@@ -1,52 +1,68 @@
-"""Long tables from tensors of metrics."""
+"""The long table that every probe returns, filled batch by batch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-
-def head_rows(metrics: Mapping[str, torch.Tensor], offset: int, layer: int, spectrum: torch.Tensor | None = None):
-    """Metrics (batch, heads) of one layer; examples count from `offset`. See [`index_rows`]."""
-    examples, heads = next(iter(metrics.values())).shape
-    index = pd.MultiIndex.from_product([range(offset, offset + examples), range(heads)], names=["example", "head"])
-    return index_rows(metrics, index, spectrum).assign(layer=layer)
+from ..families.architectures import base_of
+from ..files.running import Inputs, batches_of, forward_names
+from .batches import real_tokens
 
 
-def index_rows(
-    metrics: Mapping[str, torch.Tensor], index: pd.Index, spectrum: torch.Tensor | None = None
-) -> pd.DataFrame:
-    """A row per metric and entry of the index; with a spectrum (..., r) also the share of energy of each component."""
-    columns = {name: value.flatten().cpu().double().numpy() for name, value in metrics.items()}
-    wide = pd.DataFrame(columns, index=index).rename_axis(columns="metric")
-    rows = wide.stack().rename("value").reset_index()
-    if spectrum is None:
-        return rows
-    share = spectrum.square() / spectrum.square().sum(-1, keepdim=True)
-    components = pd.RangeIndex(share.shape[-1], name="component")
-    shares = pd.DataFrame(share.flatten(0, -2).cpu().double().numpy(), index=index, columns=components)
-    return pd.concat([rows, shares.stack().rename("value").reset_index().assign(metric="energy_share")])
+class LongTable:
+    """Collects metrics. `labels` are the columns between `model` and `metric`; `example` counts over all batches."""
+
+    def __init__(self, model: PreTrainedModel, *labels: str):
+        self.model, self.base, self.labels, self.offset = model, base_of(model), labels, 0
+        self.rows: list[dict] = []
+        self.frames: list[pd.DataFrame] = []
+
+    def batches(self, inputs: Inputs) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor | None]]:
+        """Each batch with the inputs of the base model, and its mask, see [`real_tokens`]."""
+        for batch, mask, _ in self.task_batches(inputs, labels=False):
+            yield batch, mask
+
+    def task_batches(self, inputs: Inputs, labels: bool = True) -> Iterator[tuple[dict, torch.Tensor | None, dict]]:
+        """As `batches`, with a third entry: the same batch for the whole model, where `labels` are wanted."""
+        accepted = forward_names(self.base)
+        for whole in batches_of(self.model if labels else self.base, inputs):
+            batch = {name: value for name, value in whole.items() if name in accepted}
+            yield batch, real_tokens(self.base, batch), whole
+            self.offset += examples_of(batch)
+
+    def add(self, metrics: Mapping[str, torch.Tensor], **labels) -> None:
+        """Add a row for every metric and example of values (batch)."""
+        self.rows += [
+            {**labels, "example": self.offset + example, "metric": metric, "value": value}
+            for metric, values in metrics.items()
+            for example, value in enumerate(values.cpu().double().tolist())
+        ]
+
+    def add_heads(self, metrics: Mapping[str, torch.Tensor], layer: int, spectrum: torch.Tensor | None = None) -> None:
+        """Add metrics (batch, heads) or (heads) of a layer; with a spectrum (..., r), the energy share of each component."""
+        *examples, heads = next(iter(metrics.values())).shape
+        levels = {"example": range(self.offset, self.offset + examples[0])} if examples else {}
+        levels["head"] = range(heads)
+        index = pd.MultiIndex.from_product(levels.values(), names=list(levels))
+        columns = {name: value.flatten().cpu().double().numpy() for name, value in metrics.items()}
+        frames = [pd.DataFrame(columns, index=index).rename_axis(columns="metric").stack()]
+        if spectrum is not None:
+            share = (spectrum.square() / spectrum.square().sum(-1, keepdim=True)).flatten(0, -2).cpu().double().numpy()
+            frames.append(pd.DataFrame(share, index=index).rename_axis(columns="component").stack())
+        tables = [frame.rename("value").reset_index() for frame in frames]
+        tables[1:] = [table.assign(metric="energy_share") for table in tables[1:]]
+        self.frames += [table.assign(layer=layer) for table in tables]
+
+    def finish(self) -> pd.DataFrame:
+        """The table, with further columns of the rows after `value`."""
+        table = pd.concat(self.frames, ignore_index=True) if self.frames else pd.DataFrame(self.rows)
+        front = ["model", *self.labels, "metric", "value"]
+        table["model"] = self.model.config.model_type
+        return table[[*front, *(name for name in table if name not in front)]]
 
 
-def joined(model: PreTrainedModel, frames: list[pd.DataFrame], *labels: str) -> pd.DataFrame:
-    """One table of the frames, with the columns `model`, the labels, `metric` and `value`."""
-    table = pd.concat(frames, ignore_index=True).assign(model=model.config.model_type)
-    return table[["model", *labels, "metric", "value"]]
-
-
-def rows_of(metrics: Mapping[str, torch.Tensor], offset: int, **labels) -> list[dict]:
-    """A row for every metric and example of values (batch)."""
-    return [
-        {**labels, "example": offset + example, "metric": metric, "value": value}
-        for metric, values in metrics.items()
-        for example, value in enumerate(values.cpu().double().tolist())
-    ]
-
-
-def long_table(model: PreTrainedModel, rows: list[dict], labels: list[str]) -> pd.DataFrame:
-    table = pd.DataFrame(rows).assign(model=model.config.model_type)
-    for name in ("length", "layer", "head"):
-        if name in table:
-            table[name] = table[name].astype("Int64")
-    return table[["model", *labels, "example", "metric", "value"]]
+def examples_of(batch: Mapping[str, torch.Tensor]) -> int:
+    """The number of examples of a batch; `position_ids` may have one row for all of them."""
+    return max(len(value) for value in batch.values())

@@ -9,17 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..families.architectures import base_of, family_of
-from ..files.running import Inputs, batches_of, evaluating, forward_names
-
-
-def task_batches(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[dict, dict]]:
-    """Each batch twice: with the inputs of the base model, and with those of the whole model, labels included."""
-    base = base_of(model)
-    if base is model:
-        raise ValueError(f"{type(model).__name__} has no task head, and so no loss: give a model with a head.")
-    accepted = forward_names(base)
-    for batch in batches_of(model, inputs):
-        yield {name: value for name, value in batch.items() if name in accepted}, batch
+from ..files.running import evaluating
 
 
 class TaskHead:

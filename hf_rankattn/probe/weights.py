@@ -14,7 +14,7 @@ from ..families.architectures import attention_of, family_of, layers_of
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
 from .batches import probing
-from .tables import index_rows, joined
+from .tables import LongTable
 
 
 def rank_limit(config, width: int, rotated: bool = False) -> int:
@@ -97,12 +97,11 @@ def measure_weights(
     True
     ```
     """
-    frames = []
+    table = LongTable(model, "layer", "head", *(["component"] if spectra else []))
     for layer, module in enumerate(layers_of(model)):
         query, key = form_factors(model, layer, module)
         singular = factor_spectrum(query, key)
         metrics = spectrum_metrics(singular, rtol, energy)
         metrics["rank_limit"] = torch.full_like(metrics["stable_rank"], rank_limit(model.config, query.shape[-1]))
-        index = pd.RangeIndex(len(query), name="head")
-        frames.append(index_rows(metrics, index, singular if spectra else None).assign(layer=layer))
-    return joined(model, frames, "layer", "head", *(["component"] if spectra else []))
+        table.add_heads(metrics, layer, singular if spectra else None)
+    return table.finish()

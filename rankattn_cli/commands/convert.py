@@ -55,13 +55,8 @@ def convert(
         )
     fitting: dict = {"calibration": calibration, "objective": objective, "distil_steps": distil_steps, "seed": seed}
     ranks: dict = {"qk_rank": "auto" if auto else qk_rank, "energy": energy, "mean_rank": mean_rank}
-    labels: dict = {
-        "dataset": dataset,
-        "split": split,
-        "column": column,
-        "label_column": label_column,
-        "examples": examples,
-    }
+    data: dict = {"dataset": dataset, "split": split, "examples": examples}
+    columns: dict = {"column": column, "label_column": label_column}
     written: dict = {"stream": stream, "base_model": base_model, "remote_code": remote_code}
     begun = time.perf_counter()
     with Bar("{task.completed}/{task.total}") as bar:
@@ -76,7 +71,7 @@ def convert(
         if curve:
             rows, file = curve_to_file(model, out, draw_rank_curve, **common)
         else:
-            outcome = convert_checkpoint(model, out, **ranks, **labels, **written, **common)
+            outcome = convert_checkpoint(model, out, **ranks, **data, **columns, **written, **common)
     if curve:
         if as_json:
             print_json({"rows": rows, "file": str(file)})

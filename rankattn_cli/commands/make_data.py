@@ -38,13 +38,8 @@ def make_data(
     from hf_rankattn.tasks import make_data as write
 
     points: dict = {"dim": dim, "num_points": num_points, "num_queries": num_queries, "distribution": distribution}
-    tokens: dict = {
-        "length": length,
-        "num_values": num_values,
-        "num_keys": num_keys,
-        "layout": layout,
-        "angles": angles,
-    }
+    tokens: dict = {"length": length, "num_values": num_values, "num_keys": num_keys}
+    shapes: dict = {"layout": layout, "angles": angles}
     texts = text_file.read_text(encoding="utf-8") if text_file else None
     text: dict = {"texts": texts, "tokenizer": tokenizer, "max_length": max_length}
     rows: dict = {"num_examples": num_examples, "num_eval_examples": num_eval_examples, "seed": seed}
@@ -55,7 +50,7 @@ def make_data(
         def advance(count: int) -> None:
             bar.advance(bar_task, count)
 
-        parameters = {**points, **tokens, **text, **rows}
+        parameters = {**points, **tokens, **shapes, **text, **rows}
         made = write(task, out, config or (), progress=advance, **written, **parameters)
     if as_json:
         print_json(asdict(made))
