@@ -188,6 +188,29 @@ class TestSpectrum:
         expected = counts.sqrt().sort(descending=True).values
         torch.testing.assert_close(torch.linalg.svdvals(maps), expected, atol=1e-9, rtol=0)
 
+    def test_the_ceiling_is_an_occupancy_count(self):
+        bidirectional = spectral_metrics(hardmax(torch.randn(50, 128, 128)))["argmax_coverage"] / 128
+        assert bidirectional.mean().item() == pytest.approx(0.6336, abs=0.015)
+        causal = torch.randn(20, 256, 256).masked_fill(torch.ones(256, 256).triu(1).bool(), -torch.inf)
+        coverage = spectral_metrics(hardmax(causal))["argmax_coverage"] / 256
+        assert coverage.mean().item() == pytest.approx(0.502, abs=0.015)
+
+    @pytest.mark.parametrize(
+        "unit, n, width, expected",
+        [(False, 128, 8, 0.356), (False, 128, 128, 0.608), (True, 128, 2, 0.556), (True, 256, 8, 0.620)],
+    )
+    def test_gaussian_keys_need_width_and_unit_keys_do_not(self, unit, n, width, expected):
+        keys = torch.randn(40, n, width)
+        keys = torch.nn.functional.normalize(keys, dim=-1) if unit else keys
+        coverage = cheap_metrics(hardmax(torch.randn(40, n, width) @ keys.transpose(1, 2)))["argmax_coverage"] / n
+        assert coverage.mean().item() == pytest.approx(expected, abs=0.02)
+
+    def test_soft_maps_of_random_logits(self):
+        maps = torch.softmax(0.5 * torch.randn(10, 256, 256), -1)
+        assert spectral_metrics(maps)["stable_rank"].mean().item() == pytest.approx(1.284, rel=0.02)
+        second = torch.linalg.svdvals(maps)[:, 1].mean().item()
+        assert second == pytest.approx(2 * math.sqrt((math.exp(0.25) - 1) / 256), rel=0.07)
+
     def test_half_precision_maps_have_the_rank_of_their_noise_below_a_thousandth(self):
         logits = torch.randn(8, 128, 2).float() @ torch.randn(8, 2, 128).float() / math.sqrt(2)
         maps = torch.softmax(logits, -1), torch.softmax(logits, -1).bfloat16()
