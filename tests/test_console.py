@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from hf_rankattn import package_text
 from hf_rankattn.report.plots import literal
 from rankattn_cli import console
-from rankattn_cli.commands.reproduce import sweep_bar
+from rankattn_cli.commands import reproduce
 
 
 FORBIDDEN = ("\x1b", "\x9b", "\x07", "\u202e", "\u2066")
@@ -151,7 +151,8 @@ class TestProgress:
             task = bar.add_task("measuring", total=2)
             bar.advance(task)
             bar.update(task, completed=2)
-        with sweep_bar() as start_sweep:
+        monkeypatch.setattr(reproduce, "PLAIN_EVERY", 0.0)
+        with reproduce.sweep_bar() as start_sweep:
             start_sweep("expansion", 1)()
         printed = capsys.readouterr().err
         if as_json:
@@ -168,6 +169,11 @@ class TestProgress:
         for _ in range(10):
             bar.advance(task)
         assert 1 <= capsys.readouterr().err.count("working: ") <= 5
+        with reproduce.sweep_bar() as start_sweep:
+            advance = start_sweep("sweep", 10)
+            for _ in range(10):
+                advance()
+        assert 1 <= capsys.readouterr().err.count("sweep: ") <= 5
 
 
 def test_errors_name_options_and_not_python_arguments(make_checkpoint, tmp_path, capsys):

@@ -18,6 +18,7 @@ from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
 
 
 SMALL = {"qk_rank": 3, "v_head_dim": 5}
+QUIET = {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
 
 
 @pytest.mark.parametrize("family", FAMILIES[:1], ids=FAMILY_IDS[:1])
@@ -105,11 +106,9 @@ def test_trainer_fine_tunes_and_predicts_plain_arrays(family, tmp_path):
         num_train_epochs=6,
         per_device_train_batch_size=16,
         learning_rate=5e-3,
-        report_to="none",
         save_strategy="epoch",
         save_total_limit=1,
-        use_cpu=True,
-        disable_tqdm=True,
+        **QUIET,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=accuracy)
     trainer.train()
@@ -133,10 +132,8 @@ def test_trainer_fits_points_with_a_custom_regression_loss(tmp_path):
         max_steps=300,
         per_device_train_batch_size=64,
         learning_rate=1e-2,
-        report_to="none",
         save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
+        **QUIET,
     )
     trainer = Trainer(model=RankEncoderForPointRegression(config), args=arguments, train_dataset=data)
     trainer.train()
@@ -162,10 +159,8 @@ def test_accumulated_steps_are_one_batch(accumulate, tmp_path):
         optim="sgd",
         learning_rate=1e-3,
         max_grad_norm=0.0,
-        report_to="none",
         save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
+        **QUIET,
     )
     with torch.no_grad():
         expected = model(points=points, labels=points).loss.item()
@@ -203,14 +198,8 @@ def tokenizer():
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)

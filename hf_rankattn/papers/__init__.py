@@ -1,4 +1,4 @@
-"""One module for each family of figures; runner.py goes from a name to a table, figures and claims."""
+"""The experiments, a folder for each paper; `sweep/runner.py` runs an experiment by its name."""
 
 from .sweep.judging import Claim as Claim
 from .sweep.runner import EXPERIMENTS as EXPERIMENTS

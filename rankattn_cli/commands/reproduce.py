@@ -7,7 +7,7 @@ from typing import Literal
 from typer import Argument, Option
 
 from ..completion import complete_experiment
-from ..console import Bar, Json, print_json, print_table, say
+from ..console import PLAIN_EVERY, Bar, Json, print_json, print_table, say
 
 
 EXAMPLE = "rankattn reproduce rank-separation --scale laptop --out runs"
@@ -15,7 +15,8 @@ EXAMPLE = "rankattn reproduce rank-separation --scale laptop --out runs"
 
 @contextmanager
 def sweep_bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
-    """A bar for each experiment, with cells done and time left; without a terminal, a plain line for each cell."""
+    """A bar for each experiment, with cells done and time left; without a terminal, a line every `PLAIN_EVERY` seconds."""
+    last = time.perf_counter()
     with Bar("{task.completed}/{task.total} cells", transient=False, plain_every=float("inf")) as bar:
 
         def start(name: str, total: int) -> Callable[[], object]:
@@ -23,12 +24,14 @@ def sweep_bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
             begun, done = time.perf_counter(), 0
 
             def advance() -> None:
-                nonlocal done
+                nonlocal done, last
                 done += 1
                 bar.advance(task)
-                spent = time.perf_counter() - begun
-                left = spent / done * (total - done)
-                bar.print_line(f"{name}: {done}/{total} cells, {spent:.0f} s, about {left:.0f} s left")
+                now = time.perf_counter()
+                if now - last >= PLAIN_EVERY:
+                    last, spent = now, now - begun
+                    left = spent / done * (total - done)
+                    bar.print_line(f"{name}: {done}/{total} cells, {spent:.0f} s, about {left:.0f} s left")
 
             return advance
 

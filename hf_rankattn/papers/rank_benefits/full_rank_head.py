@@ -1,36 +1,54 @@
 """What one full-rank head does exactly, and how little of it a head of low rank can see, for plain and biased neighbours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ...report.plots import STYLES, new_figure
+from ...tasks import task_builder
+from ...theory import lower_bound, soft_error, visible_energy
+from ...theory.constructions import full_rank_head, perfect_encoder
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim
+from ._training import held_out_error
 
 
-NAME = "full-rank-head"
 SHOWS = (
     "error of one full-rank head against its temperature, and the share of plain and biased targets that low rank sees"
 )
 REVISION = 1
 
+BETAS = [3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
+NEAREST = {16: [1.0, 10.0, 100.0, 1000.0], 64: [1.0, 10.0, 100.0, 1000.0]}
+# by dimension: temperatures for the nearest point, numbers of points and of their rows for the farthest, ranks that see
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {
-        "nearest": {8: [10.0]}, "farthest": {8: {4: 256}}, "betas": [10.0], "rows": 512, "draws": 512,
-        "visible": {6: [1, 5]}, "biased": [4], "seeds": 1,
+        "nearest": {8: [10.0]},
+        "farthest": {8: {4: 256}},
+        "betas": [10.0],
+        "visible": {6: [1, 5]},
+        "biased": [4],
+        **{"rows": 512, "draws": 512, "seeds": 1},
     },
     "laptop": {
-        "nearest": {16: [1.0, 10.0, 100.0, 1000.0], 64: [1.0, 10.0, 100.0, 1000.0]}, "rows": 16384, "draws": 8192,
-        "farthest": {64: {4: 4096, 16: 2048, 64: 512, 256: 128}}, "betas": [3.0, 10.0, 30.0, 100.0, 300.0, 1000.0],
-        "visible": {8: list(range(1, 8)), 16: [1, 4, 8, 12, 14, 15]}, "biased": [8, 16], "seeds": 2,
+        "nearest": NEAREST,
+        "farthest": {64: {4: 4096, 16: 2048, 64: 512, 256: 128}},
+        "betas": BETAS,
+        "visible": {8: list(range(1, 8)), 16: [1, 4, 8, 12, 14, 15]},
+        "biased": [8, 16],
+        **{"rows": 16384, "draws": 8192, "seeds": 2},
     },
     "paper": {
-        "nearest": {16: [1.0, 10.0, 100.0, 1000.0], 64: [1.0, 10.0, 100.0, 1000.0]}, "rows": 65536, "draws": 32768,
-        "farthest": {64: {4: 16384, 16: 8192, 64: 2048, 256: 512}}, "betas": [3.0, 10.0, 30.0, 100.0, 300.0, 1000.0],
-        "visible": {8: list(range(1, 8)), 16: list(range(1, 16)), 32: [1, 8, 16, 24, 28, 30, 31]}, "biased": [8, 16, 32],
-        "seeds": 5,
+        "nearest": NEAREST,
+        "farthest": {64: {4: 16384, 16: 8192, 64: 2048, 256: 512}},
+        "betas": BETAS,
+        "visible": {8: list(range(1, 8)), 16: list(range(1, 16)), 32: [1, 8, 16, 24, 28, 30, 31]},
+        "biased": [8, 16, 32],
+        **{"rows": 65536, "draws": 32768, "seeds": 5},
     },
-}  # fmt: skip
+}
 
 
 def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
@@ -54,8 +72,6 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     kind, d, seed = parameters["kind"], parameters["dim"], parameters["seed"]
     if kind == "visible":
-        from ...theory import lower_bound, visible_energy
-
         biased = parameters["target"] == "biased"
         share, error = visible_energy(d, parameters["rank"], biased=biased, draws=parameters["draws"], seed=seed)
         formula = None if biased else 1 - 2 * lower_bound(d, parameters["rank"], 1)
@@ -69,11 +85,6 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
 
 def nearest_row(d: int, beta: float, rows: int, seed: int) -> dict[str, Any]:
     """One soft head on the nearest of two orthonormal points, beside its formula; and the same head hard."""
-    from ...tasks import task_builder
-    from ...theory import soft_error
-    from ...theory.constructions import full_rank_head
-    from ._training import held_out_error
-
     builder = task_builder("nearest_neighbor", dim=d, num_points=2, distribution="orthogonal", seed=seed)
     return {
         "error": held_out_error(full_rank_head(d, beta), builder, rows),
@@ -84,10 +95,6 @@ def nearest_row(d: int, beta: float, rows: int, seed: int) -> dict[str, Any]:
 
 def farthest_rows(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     """softmax(-beta x_i.x_j) on the farthest of N points, and the whole encoder with weights that solve it."""
-    from ...tasks import task_builder
-    from ...theory.constructions import full_rank_head, perfect_encoder
-    from ._training import held_out_error
-
     d, count, rows = parameters["dim"], parameters["num_points"], parameters["rows"]
     builder = task_builder("farthest_neighbor", dim=d, num_points=count, seed=parameters["seed"])
     found = [
@@ -100,10 +107,6 @@ def farthest_rows(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def sum_of_biased_heads(d: int, rows: int, seed: int) -> float:
     """The largest distance of the labels of the biased task to the alternating sum of 2 d^2 + 1 hard full-rank heads."""
-    import numpy as np
-
-    from ...tasks import task_builder
-
     drawn = task_builder("biased_nearest_neighbor", dim=d, seed=seed).sample("test", rows)
     points, query = drawn["points"].astype(np.float64), drawn["queries"][:, 0].astype(np.float64)
     logits = np.einsum("rnd,rd->rn", points, query)
@@ -115,12 +118,36 @@ def sum_of_biased_heads(d: int, rows: int, seed: int) -> float:
 
 
 def figures(table, scale: str):
-    from ._figures import full_rank_head_figure
+    """Error of one head against its inverse temperature, and what heads of each rank see of both targets."""
+    figure, axes = new_figure(1, 2, 11.0, 4.6)
+    left, right = axes[0]
+    near, far, seen = (table[table.kind == kind] for kind in ("nearest", "farthest", "visible"))
+    for (d, rows), (marker, _, colour) in zip(near.groupby("dim"), STYLES, strict=False):
+        mean = rows.groupby("beta").mean(numeric_only=True)
+        left.plot(mean.index, mean.formula, "-", color=colour)
+        left.plot(mean.index, mean.error, marker, color=colour, label=f"nearest of 2, d {d} (line: formula)")
+    for (count, rows), (marker, line, colour) in zip(far.groupby("num_points"), STYLES[::-1], strict=False):
+        mean, label = rows.groupby("beta").error.mean(), f"farthest of {int(count)}, d {int(rows['dim'].iloc[0])}"
+        marks = {"marker": marker, "markerfacecolor": "white", "markersize": 5}
+        left.plot(mean.index, mean, line, color=colour, linewidth=0.8, label=label, **marks)
+    left.plot([300], [0.0153], "k*", markersize=10, label="published: trained head, beta 300, N 16")
+    left.set(xscale="log", yscale="log", xlabel="beta, the factor on x.y in the logits", ylabel="squared error")
+    left.set_title("one head of full rank", fontsize=10)
+    for (d, rows), (marker, _, colour) in zip(seen.groupby("dim"), STYLES, strict=False):
+        for target, line, face in (("nearest", "-", colour), ("biased", "--", "white")):
+            mean = rows[rows.target == target].groupby("rank").share.mean()
+            marks = {"marker": marker, "markerfacecolor": face, "markersize": 5}
+            right.plot(mean.index / d, mean, line, color=colour, label=f"d {d}: {target} neighbour", **marks)
+    right.set(yscale="log", xlabel="rank of the head / dimension", ylabel="share of the target that one head sees")
+    right.set_title("heads of lower rank", fontsize=10)
+    for axis in (left, right):
+        axis.grid(True, color="0.94")
+        axis.legend(fontsize=7)
+    figure.suptitle("What a full-rank head does exactly, and what is left to heads of lower rank", fontsize=12)
+    return {"full-rank-head": figure}
 
-    return {"full-rank-head": full_rank_head_figure(table)}
 
-
-def claims(table, scale: str) -> Sequence[Claim]:
+def claims(table, scale: str) -> Iterator[Claim]:
     near, far = table[table.kind == "nearest"], table[table.kind == "farthest"]
     by = near.groupby(["dim", "beta"])[["error", "formula"]].mean()
     ratio = (by.error / by.formula - 1).abs().max()
@@ -128,56 +155,49 @@ def claims(table, scale: str) -> Sequence[Claim]:
     perfect = far[["perfect_1", "perfect_3"]].to_numpy().max()
     shares = table[table.kind == "visible"].groupby(["dim", "target", "rank"])[["share", "formula"]].mean()
     off = (shares.share - shares.formula).abs().max()
-    found = [
-        Claim(
-            "One full-rank head finds the nearer of two points: hardmax exactly, softmax up to 0.22 sqrt(d) / beta",
-            "Amsel et al., Fact 1 (full-rank upper bound)",
-            "any accuracy with one head",
-            f"hard {near.hard_error.max():.0e}; soft "
-            + ", ".join(
-                f"d {d} beta {beta:g}: {row.error:.4f} ({row.formula:.4f})" for (d, beta), row in by.iterrows()
-            ),
-            bool(near.hard_error.max() < 1e-4 and ratio < 0.08),
-            "Required: within 8 %. In brackets the formula.",
-        ),
-        Claim(
-            "One full-rank head finds the farthest of N points, for every N; so does the whole encoder with skips, norms and MLPs",
-            "Amsel et al., Fact 1 (full-rank upper bound)",
-            "any accuracy with one head",
-            f"softmax(-{far.beta.max():g} G): "
-            + ", ".join(f"N {int(n)}: {value:.4f}" for n, value in steep.items())
-            + f"; encoder of 1 and 3 layers: at most {perfect:.0e}",
-            bool(steep.max() < 0.02 and perfect < 1e-4),
-            "Required: below 0.02, and below 1e-4. Where two points are equally far up to rounding, single precision picks either.",
-        ),
-        Claim(
-            "What one head of rank r sees of the nearest neighbour is the share that the lower bound counts",
-            "Amsel et al., Theorem 2 (the computable form is ours)",
-            "",
-            f"largest difference {off:.3f} of 1",
-            bool(off < 0.02),
-            "Required: at most 0.02.",
-        ),
-        Claim(
-            "The sum of 2 d^2 + 1 biased full-rank heads is the biased target",
-            "Amsel et al., Theorem 4 (target reconstructed)",
-            "O(d^2) full-rank heads",
-            f"largest distance {table[table.kind == 'biased'].error.max():.0e}",
-            bool(table[table.kind == "biased"].error.max() < 1e-5),
-            "The published definition was not at hand; this target has its stated properties.",
-        ),
-    ]
+    yield Claim(
+        "One full-rank head finds the nearer of two points: hardmax exactly, softmax up to 0.22 sqrt(d) / beta",
+        "Amsel et al., Fact 1 (full-rank upper bound)",
+        "any accuracy with one head",
+        f"hard {near.hard_error.max():.0e}; soft "
+        + ", ".join(f"d {d} beta {beta:g}: {row.error:.4f} ({row.formula:.4f})" for (d, beta), row in by.iterrows()),
+        bool(near.hard_error.max() < 1e-4 and ratio < 0.08),
+        "Required: within 8 %. In brackets the formula.",
+    )
+    yield Claim(
+        "One full-rank head finds the farthest of N points, for every N; so does the whole encoder with skips, norms and MLPs",
+        "Amsel et al., Fact 1 (full-rank upper bound)",
+        "any accuracy with one head",
+        f"softmax(-{far.beta.max():g} G): "
+        + ", ".join(f"N {int(n)}: {value:.4f}" for n, value in steep.items())
+        + f"; encoder of 1 and 3 layers: at most {perfect:.0e}",
+        bool(steep.max() < 0.02 and perfect < 1e-4),
+        "Required: below 0.02, and below 1e-4. Where two points are equally far up to rounding, single precision picks either.",
+    )
+    yield Claim(
+        "What one head of rank r sees of the nearest neighbour is the share that the lower bound counts",
+        "Amsel et al., Theorem 2 (the computable form is ours)",
+        "",
+        f"largest difference {off:.3f} of 1",
+        bool(off < 0.02),
+        "Required: at most 0.02.",
+    )
+    yield Claim(
+        "The sum of 2 d^2 + 1 biased full-rank heads is the biased target",
+        "Amsel et al., Theorem 4 (target reconstructed)",
+        "O(d^2) full-rank heads",
+        f"largest distance {table[table.kind == 'biased'].error.max():.0e}",
+        bool(table[table.kind == "biased"].error.max() < 1e-5),
+        "The published definition was not at hand; this target has its stated properties.",
+    )
     for d in sorted({index[0] for index in shares.index}):
         plain, biased = (shares.share[d, target] for target in ("nearest", "biased"))
         low = [rank for rank in biased.index if rank <= d / 2]
-        found.append(
-            Claim(
-                f"d = {d}: the biased target is almost invisible to heads of rank up to d / 2, the plain one is not",
-                "Amsel et al., Theorem 4 (target reconstructed)",
-                "rank r: error above 1/40 unless d H max|V|^2 reaches exp(c (d - r))",
-                "; ".join(f"rank {int(rank)}: {biased[rank]:.1e} against {plain[rank]:.2f}" for rank in biased.index),
-                bool(biased[max(low)] < plain[max(low)] / 50),
-                "Required: 50 times less at rank d / 2. Share of the target's energy that one head can see, biased against plain. The constant c is not published.",
-            )
+        yield Claim(
+            f"d = {d}: the biased target is almost invisible to heads of rank up to d / 2, the plain one is not",
+            "Amsel et al., Theorem 4 (target reconstructed)",
+            "rank r: error above 1/40 unless d H max|V|^2 reaches exp(c (d - r))",
+            "; ".join(f"rank {int(rank)}: {biased[rank]:.1e} against {plain[rank]:.2f}" for rank in biased.index),
+            bool(biased[max(low)] < plain[max(low)] / 50),
+            "Required: 50 times less at rank d / 2. Share of the target's energy that one head can see, biased against plain. The constant c is not published.",
         )
-    return found

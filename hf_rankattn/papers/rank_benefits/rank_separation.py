@@ -1,121 +1,114 @@
 """Error against rank at equal budgets: one full-rank head against many of low rank, on farthest neighbour."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..sweep.grid import Cell, grid
+from ...report.plots import STYLES, new_figure, published_table
+from ..sweep.grid import Cell
 from ..sweep.judging import Claim, judge, not_testable
 from ..sweep.tolerances import NO_BETTER, SEPARATION
-from ._points import (
-    FORMS,
-    errors_by_seed,
-    judge_separation,
-    run_training,
-    seeds_of,
-    training_cell,
-    with_published_estimator,
-)
+from ._curves import FORM_TITLES, NOTE, draw_by_rank, finish, plural, rank_axis, setting_of
+from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separation, run_training, training_cells
 
 
-NAME = "rank-separation"
 SHOWS = "error against rank for several depths and parameter budgets, in the original form and with qk_norm"
 REVISION = 1
 OPTIONS = ("as_published",)
 
-# budgets as multiples of d^2, the parameters of one projection of an ordinary layer
+# In so few steps three layers do not survive the published learning rate: they end at predicting zero.
+LAPTOP_PANELS: list[dict[str, Any]] = [
+    {"layers": 1, "budgets": ["d^2", "d^2.5"]},
+    {"layers": 3, "budgets": ["d^2"], "ranks": [16, 8, 1], "learning_rate": 0.003},
+]
+PAPER_PANELS = [{"layers": layers, "budgets": ["d^2", "d^2.5", "d^3"]} for layers in (1, 3, 5)]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "smoke": {
-        "panels": [{"layers": 1, "budgets": ["d^2"]}], "budgets": {"d^2": 1}, "ranks": [8, 4], "forms": ["original", "qk_norm"], "seeds": 1,
-        "training": {"dim": 8, "num_points": 4, "intermediate": 32, "steps": 60, "batch_size": 32, "held_out_rows": 256},
-    },
-    "laptop": {
-        # in so few steps three layers do not survive the published learning rate: they end at predicting zero
-        "panels": [
-            {"layers": 1, "budgets": ["d^2", "d^2.5"]},
-            {"layers": 3, "budgets": ["d^2"], "ranks": [16, 8, 1], "learning_rate": 0.003},
-        ],
-        "budgets": {"d^2": 1, "d^2.5": 4}, "ranks": [16, 8, 4, 1], "forms": list(FORMS), "seeds": 3,
-        "training": {"dim": 16, "num_points": 8, "intermediate": 128, "steps": 1500, "batch_size": 128},
-    },
-    "paper": {
-        "panels": [{"layers": layers, "budgets": ["d^2", "d^2.5", "d^3"]} for layers in (1, 3, 5)],
-        "budgets": {"d^2": 1, "d^2.5": 8, "d^3": 64}, "ranks": [64, 32, 16, 8, 4, 2, 1],
-        "forms": list(FORMS), "seeds": 5,
-        "training": {"dim": 64, "num_points": 16, "intermediate": 2048, "steps": 100_000, "batch_size": 256},
-    },
-}  # fmt: skip
-GROUP = ["layers", "budget", "form", "rank", "as_published"]
+    "smoke": {"panels": [{"layers": 1, "budgets": ["d^2"]}], "ranks": [8, 4], "seeds": 1},
+    "laptop": {"panels": LAPTOP_PANELS, "ranks": [16, 8, 4, 1], "seeds": 3},
+    "paper": {"panels": PAPER_PANELS, "ranks": [64, 32, 16, 8, 4, 2, 1], "seeds": 5},
+}
+# budgets as powers of d above d^2, the parameters of one projection of an ordinary layer
+BUDGETS = {"d^2": 0.0, "d^2.5": 0.5, "d^3": 1.0}
 
 
 def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
-    setting = SETTINGS[scale]
-    as_published = bool(options.get("as_published"))
-    found = []
+    setting, found = SETTINGS[scale], []
     for panel in setting["panels"]:
-        training = setting["training"] | {"layers": panel["layers"]}
-        if "learning_rate" in panel:
-            training["learning_rate"] = panel["learning_rate"]
-        for axis in grid(
+        training = TRAINING[scale] | {name: panel[name] for name in ("layers", "learning_rate") if name in panel}
+        d = training["dim"]
+        found += training_cells(
+            lambda axis, training=training, d=d: {**training, "heads": heads_of(d, axis["budget"], axis["rank"])},
+            seeds or setting["seeds"],
+            options,
             budget=panel["budgets"],
-            form=["original"] if as_published else setting["forms"],
+            form=FORMS,
             rank=panel.get("ranks", setting["ranks"]),
-            seed=list(range(seeds or setting["seeds"])),
-        ):
-            heads = training["dim"] * setting["budgets"][axis["budget"]] // axis["rank"]
-            labels = {name: axis[name] for name in ("budget", "form", "seed")} | {"as_published": as_published}
-            found.append(
-                training_cell(
-                    labels,
-                    **training,
-                    heads=heads,
-                    rank=axis["rank"],
-                    qk_norm=axis["form"] == "qk_norm",
-                    **seeds_of(axis["seed"], as_published),
-                )  # fmt: skip
-            )
+        )
     return found
 
 
-def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    return run_training(parameters, work)
+def heads_of(d: int, budget: str, rank: int) -> int:
+    return d * round(d ** BUDGETS[budget]) // rank
 
 
-def complete(table):
-    return with_published_estimator(table, GROUP)
+run = run_training
+complete = estimator_by("layers", "budget", "form", "rank", "as_published")
 
 
 def figures(table, scale: str):
-    from ._figures import rank_separation_figure
+    """A row of panels for each form, a panel for each depth, a line for each budget."""
+    forms, depths = list(dict.fromkeys(table.form)), sorted(table.layers.unique())
+    published = published_table("rank_separation")
+    figure, axes = new_figure(len(forms), len(depths), 4.2 * len(depths) + 1, 3.6 * len(forms) + 1, sharey=True)
+    for row, form in zip(axes, forms, strict=True):
+        for axis, layers in zip(row, depths, strict=True):
+            rows = table[(table.form == form) & (table.layers == layers)]
+            shares: list[float] = []
+            for budget, style in zip(dict.fromkeys(table.budget), STYLES, strict=False):
+                theirs = published[(published.layers == layers) & (published.budget == budget)]
+                ours = rows[rows.budget == budget]
+                shares += draw_by_rank(axis, ours, theirs, style, f"{budget} parameters a projection")
+            draw_baselines(axis, rows)
+            rank_axis(axis, shares)
+            axis.set_title(f"{plural(layers, 'layer')}: {FORM_TITLES[form]}", fontsize=9)
+    points = int(table.num_points.iloc[0])
+    title = f"Farthest of {points} points, heads of several ranks at one budget\n({setting_of(table)})"
+    note = NOTE + ("; the same published values in all rows" if len(forms) > 1 else "")
+    return {"rank-separation": finish(figure, axes, title, note)}
 
-    return {"rank-separation": rank_separation_figure(table)}
+
+def draw_baselines(axis, rows) -> None:
+    for column, name in (("baseline_zero", "zero"), ("baseline_own_token_and_mean_pool", "own token + mean")):
+        height = rows[column].mean()
+        axis.axhline(height, color="0.6", linewidth=0.8, linestyle=(0, (1, 2)))
+        text = {"fontsize": 7, "color": "0.4", "ha": "right", "va": "bottom"}
+        axis.annotate(name, (0.99, height), xycoords=("axes fraction", "data"), **text)
 
 
-def claims(table, scale: str) -> Sequence[Claim]:
-    full, found = int(table["dim"].iloc[0]), []
+def claims(table, scale: str) -> Iterator[Claim]:
+    values = published_table("rank_separation").set_index(["layers", "budget", "rank"]).value
+    full = int(table["dim"].iloc[0])
     for (layers, budget, form), rows in table.groupby(["layers", "budget", "form"], sort=False):
         errors = errors_by_seed(rows, ["rank"])
         if not {full, full // 2} <= set(errors):
             continue
-        mean = errors.mean()
-        found.append(
-            judge_separation(FORM_NAMES[form], errors[full // 2], errors[full], SEPARATION).claim(
-                f"{layers} layer{'s' if layers > 1 else ''}, {budget} parameters, {FORM_NAMES[form]}: heads of half rank "
-                f"err at least {SEPARATION:g} times as much as those of full rank",
-                "Amsel et al., error against rank",
-                published_ratio(layers, budget) if form == "original" else "",
-                f"{mean[full // 2]:.3f} / {mean[full]:.4f} = {mean[full // 2] / mean[full]:.1f}",
-                no=f"These runs have {int(rows.steps.iloc[0])} steps, the published ones 1e5.",
-            )
+        mean, name = errors.mean(), {"original": "original form"}.get(form, form)
+        published = ""
+        if form == "original":
+            high, low = values[layers, budget, 64], values[layers, budget, 32]
+            published = f"{low:.3g} / {high:.3g} = {low / high:.0f} (d 64, N 16)"
+        yield judge_separation(name, errors[full // 2], errors[full], SEPARATION).claim(
+            f"{plural(layers, 'layer')}, {budget} parameters, {name}: heads of half rank "
+            f"err at least {SEPARATION:g} times as much as those of full rank",
+            "Amsel et al., error against rank",
+            published,
+            f"{mean[full // 2]:.3f} / {mean[full]:.4f} = {mean[full // 2] / mean[full]:.1f}",
+            no=f"These runs have {int(rows.steps.iloc[0])} steps, the published ones 1e5.",
         )
-    return [*found, headline(table)]
+    yield headline(table, values)
 
 
-def headline(table) -> Claim:
-    """What the paper makes of its own panel, judged where all of it was run."""
-    from ...report.plots import published_table
-
-    values = published_table("rank_separation").set_index(["layers", "budget", "rank"]).value
+def headline(table, values) -> Claim:
+    """The paper's conclusion from its own panel, judged where all of it was run."""
     ours = errors_by_seed(table[table.form == "original"], ["layers", "budget", "rank"])
     low, full = (5, "d^3", 32), (1, "d^2", 64)
     times = f"5 layers x 64 = {5 * 64} times the attention parameters, as the code counts"
@@ -132,14 +125,3 @@ def headline(table) -> Claim:
         "Where the 80 comes from is not known.",
         no="The low-rank model is better.",
     )
-
-
-FORM_NAMES = {"original": "original form", "qk_norm": "qk_norm"}
-
-
-def published_ratio(layers: int, budget: str) -> str:
-    from ...report.plots import published_table
-
-    values = published_table("rank_separation").set_index(["layers", "budget", "rank"]).value
-    full, half = values[layers, budget, 64], values[layers, budget, 32]
-    return f"{half:.3g} / {full:.3g} = {half / full:.0f} (d 64, N 16)"

@@ -1,4 +1,4 @@
-"""The audit: every numbered claim, theorem and figure of the three papers, each with what the experiments say of it."""
+"""The audit: every numbered claim, theorem and figure of the three papers, with the verdicts of the experiments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ class Statement:
     """Something that a paper states.
 
     Args:
-        name: Its number or place in the paper, and what it says, in a few words.
-        sources: How the `source` of a claim on it begins.
-        untested: Why no experiment has a claim on it; empty where some have.
+        name: Its number or place in the paper, and a short summary.
+        sources: The `source` of a claim on this statement starts with one of these.
+        untested: Why no experiment has a claim on it.
     """
 
     name: str
@@ -88,10 +88,10 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
 
 
 def statement_of(claim: Claim) -> tuple[str, Statement]:
-    """The paper and the statement that a claim is about; a source that names none is a mistake of ours."""
+    """The paper and the statement that a claim is about."""
     for paper, statements in STATEMENTS.items():
         for statement in statements:
-            if claim.source.startswith(statement.sources) and statement.sources:
+            if claim.source.startswith(statement.sources):
                 return paper, statement
     raise ValueError(
         f"no statement of a paper has the source {claim.source!r}: add it to STATEMENTS, or name one of those."
@@ -99,42 +99,34 @@ def statement_of(claim: Claim) -> tuple[str, Statement]:
 
 
 def audit_markdown(claims: Sequence[tuple[str, Claim]], complete: bool) -> str:
-    """The number of each verdict, and one table of all claims, in the order of the statements they are about.
+    """The number of each verdict, and one table of all claims, in the order of the statements.
 
     Args:
         claims: Pairs of the name of an experiment and a claim of it.
-        complete: Whether every experiment has been run, so that a statement without a claim is worth a row that says why.
+        complete: Whether every experiment has been run. Then a statement without a claim has a row with the reason.
     """
-    found: dict[str, list[tuple[str, Claim]]] = {}
+    found: dict[tuple[str, Statement], list[tuple[str, Claim]]] = {}
     for name, claim in claims:
-        found.setdefault(statement_of(claim)[1].name + statement_of(claim)[0], []).append((name, claim))
-    lines = [
-        count_verdicts(claim.verdict for _, claim in claims) + ".",
-        "",
-        "| statement | claim | `rankattn reproduce` | published | ours | verdict | why |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        found.setdefault(statement_of(claim), []).append((name, claim))
+    lines, untested = [], 0
     for paper, statements in STATEMENTS.items():
         rows = []
         for statement in statements:
-            for name, claim in found.get(statement.name + paper, ()):
-                cells = (
-                    statement.name,
-                    claim.claim,
-                    f"`{name}`",
-                    claim.published,
-                    claim.measured,
-                    claim.verdict,
-                    claim.why,
-                )
-                rows.append(row_of(cells))
-            if complete and statement.name + paper not in found:
+            for name, claim in found.get((paper, statement), ()):
+                numbers = (claim.published, claim.measured, claim.verdict, claim.why)
+                rows.append(row_of(statement.name, claim.claim, f"`{name}`", *numbers))
+            if complete and (paper, statement) not in found:
                 why = statement.untested or "No experiment of this run has a claim on it."
-                rows.append(row_of((statement.name, "", "", "", "", "not testable", why)))
+                rows.append(row_of(statement.name, "", "", "", "", "not testable", why))
+                untested += 1
         if rows:
             lines += [f"| **{paper}** | | | | | | |", *rows]
-    return "\n".join(lines) + "\n"
+    header = count_verdicts(claim.verdict for _, claim in claims) + "."
+    if untested:
+        header += f" {untested} more rows are statements without an experiment; they are marked not testable, too."
+    columns = "| statement | claim | `rankattn reproduce` | published | ours | verdict | why |"
+    return "\n".join([header, "", columns, "|---" * 7 + "|", *lines]) + "\n"
 
 
-def row_of(cells: Sequence[str]) -> str:
+def row_of(*cells: str) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") or "-" for text in cells) + " |"

@@ -1,4 +1,4 @@
-"""A grid of settings, cut into cells that are recognised again in another run."""
+"""A grid of settings, and its cells, which have the same id in every run."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting of an experiment: what is run in one go, by one process, and is done or not done.
+    """One setting of an experiment, which one process runs.
 
     Args:
-        parameters (`Mapping`): All that decides about the result, as JSON has it.
-        cost (`float`, *optional*, defaults to 1.0): How long it takes beside others; dear cells are started first.
+        parameters (`Mapping`): Everything on which the result depends, as JSON values.
+        cost (`float`, *optional*, defaults to 1.0): Relative run time; expensive cells start first.
     """
 
     parameters: Mapping[str, Any]
@@ -22,7 +22,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """The same for the same parameters, in whatever order, run or release.
+        """A hash of the parameters, which does not depend on their order.
 
         >>> Cell({"rank": 4, "seed": 0}).id == Cell({"seed": 0, "rank": 4}, cost=2.0).id
         True
@@ -32,7 +32,7 @@ class Cell:
 
 
 def grid(**axes: Any) -> Iterator[dict[str, Any]]:
-    """Every combination of the axes, the last one running fastest; what is no list is the same in all of them.
+    """Every combination of the axes, where the last axis changes fastest; a value that is no list is a constant.
 
     >>> list(grid(dim=16, rank=[16, 8]))
     [{'dim': 16, 'rank': 16}, {'dim': 16, 'rank': 8}]

@@ -1,7 +1,7 @@
 """Claims and their verdicts: yes, no, undecided or not testable."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ class Claim:
 
     Args:
         claim: One plain sentence.
-        source: Where it stands: a paper's theorem, figure or section, or "ours".
-        published: The number that was published, as text; empty where there is none.
-        measured: Ours, as text.
-        holds: Whether it holds here; None where it is undecided or cannot be tested, and `why` says why.
-        why: The reason of the verdict, and what the reader needs to know besides.
-        interval: The confidence interval over seeds on which the verdict rests; None where it rests on none.
+        source: A theorem, figure or section of a paper, or "ours".
+        published: The published number, as text, or an empty text.
+        measured: Our number, as text.
+        holds: Whether the claim holds here; None if it is undecided or cannot be tested.
+        why: The reason of the verdict.
+        interval: The confidence interval over seeds on which the verdict is based, if it is based on one.
         judged: False for a run that is too short for verdicts.
     """
 
@@ -47,18 +47,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a requirement on the values of several seeds gives; [`Judgement.claim`] makes a claim of it."""
+    """The result of a requirement on the values of several seeds; [`Judgement.claim`] makes a claim of it."""
 
     holds: bool | None
     rule: str
     interval: tuple[float, float] | None = None
 
     def claim(self, claim: str, source: str, published: str, measured: str, why: str = "", *, no: str = "") -> Claim:
-        """The claim with this verdict. `why` is said of every verdict, `no` is the reason of a no."""
-        said = [why, no if self.holds is False else "", self.rule]
-        return Claim(
-            claim, source, published, measured, self.holds, " ".join(part for part in said if part), self.interval
-        )
+        """The claim with this verdict. `why` stands with every verdict, `no` only with a no."""
+        reasons = " ".join(filter(None, (why, no if self.holds is False else "", self.rule)))
+        return Claim(claim, source, published, measured, self.holds, reasons, self.interval)
 
 
 def not_testable(why: str) -> Judgement:
@@ -66,7 +64,7 @@ def not_testable(why: str) -> Judgement:
 
 
 def mean_interval(values: Iterable[float]) -> tuple[float, float]:
-    """Student's interval of the mean of independent values, one for each seed.
+    """Student's confidence interval of the mean of independent values, one for each seed.
 
     >>> [round(end, 2) for end in mean_interval([1.0, 2.0, 3.0])]
     [-0.48, 4.48]
@@ -85,22 +83,21 @@ def judge(
 ) -> Judgement:
     """Whether the mean of a quantity over seeds is at least `least` and at most `most`.
 
-    It is a yes if the whole confidence interval of the mean is inside of these bounds, a no if all of it is outside, and
-    undecided if a bound lies in it. One seed has no interval, and decides nothing.
+    The verdict is yes if the whole confidence interval of the mean is within these bounds, no if all of it is outside, and
+    undecided if it contains a bound. One seed has no interval, so nothing can be tested.
 
     Args:
-        what: The quantity, as it stands in the sentence that explains the verdict.
+        what: The name of the quantity in the explanation of the verdict.
         values: One for each seed, paired where two settings are compared.
-        least, most: Fixed before the run; those of several experiments stand in tolerances.py.
-        ratio: Whether the values are ratios, whose mean is that of their logarithms.
+        least, most: Fixed before the run; most of them are in tolerances.py.
+        ratio: Whether the values are ratios; then the geometric mean is judged.
     """
     found = [float(value) for value in values]
     if len(found) < 2:
         return not_testable("One seed says nothing about noise: run it with --seeds 3 or more.")
     if not all(math.isfinite(value) and (value > 0 or not ratio) for value in found):
         return not_testable(f"Of {len(found)} seeds some did not end in a number.")
-    into, back = (math.log, math.exp) if ratio else (float, float)
-    low, high = map(back, mean_interval(map(into, found)))
+    low, high = map(math.exp, mean_interval(map(math.log, found))) if ratio else mean_interval(found)
     holds = True if least <= low and high <= most else False if high < least or low > most else None
     bounds = [f"at {word} {end:.3g}" for word, end in (("least", least), ("most", most)) if math.isfinite(end)]
     rule = (
@@ -111,13 +108,12 @@ def judge(
 
 
 def every(judgements: Iterable[Judgement]) -> Judgement:
-    """All requirements of one claim: a single no is a no, and otherwise the least certain one counts."""
+    """All requirements of one claim: a single no is a no, then not testable counts before undecided before yes."""
     found = list(judgements)
-    order: list[Callable[[Judgement], bool]] = [
-        lambda one: one.holds is False,
-        lambda one: one.holds is None and one.interval is None,
-        lambda one: one.holds is None,
-        lambda one: True,
-    ]
-    chosen = next([one for one in found if matches(one)] for matches in order if any(map(matches, found)))
+
+    def certainty(one: Judgement) -> int:
+        return 0 if one.holds is False else 3 if one.holds else 1 if one.interval is None else 2
+
+    least = min(map(certainty, found))
+    chosen = [one for one in found if certainty(one) == least]
     return Judgement(chosen[0].holds, " ".join(one.rule for one in chosen), chosen[0].interval)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...files.atomic import staged
 from ...report.verdicts import verdict_counts
+from .audit import audit_markdown
 from .engines import ENGINES, run_local, run_slurm
 from .grid import Cell
 from .judging import Claim as Claim
@@ -24,34 +25,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCALES = ("smoke", "laptop", "paper")
-MOST = 10_000  # seeds or processes: more is a slip of the hand, and a grid of them would fill the memory
 
 
 class Experiment(Protocol):
-    """What a module of this package has to offer to be run."""
+    """The names of the module of an experiment."""
 
-    NAME: str
     SHOWS: str
     REVISION: int
+    # optional: the options of the command line that the experiment knows
+    OPTIONS: tuple[str, ...]
 
     @staticmethod
     def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
-        """The grid. `seeds` is None for as many as the scale has; `options` are those of the command line."""
+        """The grid. With `seeds=None` it has the number of seeds of the scale."""
 
     @staticmethod
     def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-        """The rows of one cell; `work` is a folder for checkpoints, in which an interrupted run may have left some."""
+        """The rows of one cell; `work` is a folder for checkpoints, where an interrupted run may have left some."""
 
-    # and, where columns depend on more than one cell: complete(table) -> table
-    # and, where the command line can tell it something: OPTIONS, the names that `options` may hold
+    @staticmethod
+    def complete(table: "pd.DataFrame") -> "pd.DataFrame":
+        """Optional: add the columns that depend on more than one cell."""
 
     @staticmethod
     def figures(table: "pd.DataFrame", scale: str) -> "dict[str, Figure]":
         """File name without ending -> figure."""
 
     @staticmethod
-    def claims(table: "pd.DataFrame", scale: str) -> Sequence[Claim]:
-        """What the table says of what was claimed."""
+    def claims(table: "pd.DataFrame", scale: str) -> Iterable[Claim]:
+        """The claims, judged on the table."""
 
 
 PAPERS = Path(__file__).parent.parent
@@ -64,12 +66,16 @@ EXPERIMENTS = {
 def find_experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise ValueError(f"there is no experiment {name!r}; the experiments are {', '.join(EXPERIMENTS)}, and all.")
-    return import_module(f"..{EXPERIMENTS[name]}", __package__)  # type: ignore[return-value]
+    experiment: Any = import_module(f"..{EXPERIMENTS[name]}", __package__)
+    for optional, default in (("OPTIONS", ()), ("complete", lambda table: table)):
+        if not hasattr(experiment, optional):
+            setattr(experiment, optional, default)
+    return experiment
 
 
 @dataclass
 class Outcome:
-    """What came out of an experiment."""
+    """The results of an experiment."""
 
     name: str
     scale: str
@@ -97,7 +103,7 @@ class Outcome:
 
 
 def run_cell(name: str, results: ResultFolder, cell: Cell) -> None:
-    """Run one cell and keep its rows; what every engine calls, in whatever process."""
+    """Run one cell and write its rows. Every engine calls this function, in any process."""
     import torch
     from transformers.utils import logging
 
@@ -136,20 +142,20 @@ def reproduce(
     options: Mapping[str, Any] | None = None,
     start_progress: Callable[[str, int], Callable[[], object]] = lambda name, total: lambda: None,
 ) -> Outcome:
-    """Run an experiment, or what is missing of it, and write its table, figures and claims.
+    """Run the missing cells of an experiment, and write its table, figures and claims.
 
     Args:
         name (`str`): One of [`EXPERIMENTS`].
         out (`str` or `Path`):
-            Results are kept in `out/name/scale`: a file for each finished cell, so that an interrupted run goes on where
-            it was, and `table.parquet`, `claims.json` and figures of all of them at the end.
+            Results are written to `out/name/scale`: a file for each finished cell, so that an interrupted run continues,
+            and `table.parquet`, `claims.json` and figures at the end.
         scale (`str`, *optional*, defaults to `"laptop"`): `"smoke"` (seconds), `"laptop"` (minutes) or `"paper"`.
-        seeds (`int`, *optional*): How many seeds of weights and data; by default as many as the scale has.
+        seeds (`int`, *optional*): Number of seeds of weights and data; the default depends on the scale.
         engine (`str`, *optional*, defaults to `"local"`): `"local"` or `"slurm"`.
         engine_options (`dict`, *optional*): Options of the engine slurm.
-        workers (`int`, *optional*): Processes of the engine local; by default one a core, and with 0 this one.
-        options (`Mapping`, *optional*): What the experiment itself can be told, `as_published` for one.
-        start_progress: Takes the name and the number of cells to run, and returns what to call when one is done.
+        workers (`int`, *optional*): Processes of the engine local, by default one per core; 0 is this process.
+        options (`Mapping`, *optional*): Options of the experiment itself, such as `as_published`.
+        start_progress: Takes the name and the number of cells to run, and returns a function to call after each cell.
     """
     experiment = find_experiment(name)
     check_arguments(scale, seeds, engine, workers)
@@ -166,7 +172,7 @@ def reproduce(
         def report(cell: Cell, error: BaseException | None) -> None:
             if isinstance(error, ResultsNotWritable):
                 raise error
-            # a job that was lost may have finished some of its cells before, and one that ended may have left no rows
+            # a lost job may have finished some of its cells, and a job that ended may have left no rows
             if results.record(cell) is None:
                 failed[cell.id] = f"{type(error).__name__}: {error}" if error else "it ended and left no rows."
             advance()
@@ -178,20 +184,20 @@ def reproduce(
             else:
                 run_slurm(run, missing, report, results.folder / "slurm", engine_options)
         if failed:
-            raise ValueError(describe_failures(failed, len(missing), results.folder))
-        table = results.table(cells)
-        if hasattr(experiment, "complete"):
-            table = experiment.complete(table)
+            first, text = next(iter(failed.items()))
+            raise ValueError(
+                f"{len(failed)} of {len(missing)} cells failed; cell {first}: {text} The others are kept in "
+                f"{results.folder}, and the same command tries the failed ones again."
+            )
+        table = experiment.complete(results.table(cells))
         results.write_table(table)
         claims = judged(experiment.claims(table, scale), scale)
         files = ["table.parquet", *write_reports(results.folder, experiment.figures(table, scale), claims)]
-    return Outcome(
-        name, scale, results.folder, table, claims, files, time.perf_counter() - start, len(missing), failed
-    )
+    return Outcome(name, scale, results.folder, table, claims, files, time.perf_counter() - start, len(missing))
 
 
-def judged(claims: Sequence[Claim], scale: str) -> list[Claim]:
-    """The claims with their verdicts, which a smoke run is too short to give."""
+def judged(claims: Iterable[Claim], scale: str) -> list[Claim]:
+    """The claims, without their verdicts if the scale is smoke."""
     if scale != "smoke":
         return list(claims)
     why = "A smoke run checks that the experiment runs; --scale laptop judges its claims."
@@ -199,39 +205,32 @@ def judged(claims: Sequence[Claim], scale: str) -> list[Claim]:
 
 
 def reproduce_all(names: Sequence[str], out: str | Path, **arguments: Any) -> Iterator[Outcome]:
-    """One experiment after the other; then `out/claims-SCALE.json` and `.md` hold the claims of all of them."""
+    """Run the experiments one after the other; at the end write all claims to `out/claims-SCALE.json` and `.md`."""
     outcomes = []
     options = arguments.pop("options", None) or {}
     for option in options:
-        if not any(option in known_options(name) for name in names):
+        if not any(option in find_experiment(name).OPTIONS for name in names):
             check_options(names[0], {option: options[option]})
     for name in names:
-        # of several experiments each is told what it knows; one alone refuses what it does not
-        own = {key: value for key, value in options.items() if len(names) == 1 or key in known_options(name)}
+        # each of several experiments gets the options that it knows; a single experiment refuses the others
+        known = find_experiment(name).OPTIONS
+        own = {key: value for key, value in options.items() if len(names) == 1 or key in known}
         outcomes.append(reproduce(name, out, options=own, **arguments))
         yield outcomes[-1]
-    from .audit import audit_markdown
-
     claims = [(outcome.name, claim) for outcome in outcomes for claim in outcome.claims]
     path = Path(out) / f"claims-{arguments.get('scale', 'laptop')}"
+    listed = [claim.as_dict() | {"experiment": name} for name, claim in claims]
     with readable_errors(Path(out)):
-        write_whole(
-            path.with_suffix(".json"), json.dumps([c.as_dict() | {"experiment": n} for n, c in claims], indent=2)
-        )
+        write_whole(path.with_suffix(".json"), json.dumps(listed, indent=2))
         write_whole(path.with_suffix(".md"), audit_markdown(claims, complete=set(names) == set(EXPERIMENTS)))
 
 
-def known_options(name: str) -> tuple[str, ...]:
-    """What an experiment can be told on the command line."""
-    return tuple(getattr(find_experiment(name), "OPTIONS", ()))
-
-
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    known = known_options(name)
+    known = find_experiment(name).OPTIONS
     for option in options:
         if option not in known:
             can = ", ".join(spelled(one) for one in known) or "no options"
-            others = ", ".join(other for other in EXPERIMENTS if option in known_options(other))
+            others = ", ".join(other for other in EXPERIMENTS if option in find_experiment(other).OPTIONS)
             raise ValueError(
                 f"the experiment {name} takes {can}, not {spelled(option)}"
                 + (f", which is for {others}." if others else ", and neither does any other.")
@@ -240,14 +239,6 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def spelled(option: str) -> str:
     return "--" + option.replace("_", "-")
-
-
-def describe_failures(failed: Mapping[str, str], total: int, folder: Path) -> str:
-    first, text = next(iter(failed.items()))
-    return (
-        f"{len(failed)} of {total} cells failed; cell {first}: {text} The others are kept in {folder}, and the same command "
-        "tries the failed ones again."
-    )
 
 
 def key_values(texts: Sequence[str]) -> dict[str, str]:
@@ -273,8 +264,6 @@ def check_arguments(scale: str, seeds: int | None, engine: str, workers: int | N
     for what, value, least in (("seeds", seeds, 1), ("workers", workers, 0)):
         if value is not None and value < least:
             raise ValueError(f"`{what}` must be at least {least}, got {value}.")
-        if value is not None and value > MOST:
-            raise ValueError(f"`{what}` must be at most {MOST}, got {value}.")
 
 
 def write_reports(folder: Path, figures: "dict[str, Figure]", claims: Sequence[Claim]) -> list[str]:
