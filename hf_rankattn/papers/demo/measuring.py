@@ -153,7 +153,8 @@ def collapse(settings: Settings, what: Mapping[str, Any], advance: Advance) -> l
 
 def ceiling(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
     """Rank over n of maps of random heads, by width: softmax as published, and hard choice, free, causal and with QK-norm."""
-    from ..rank_barrier.rank_ceiling import PAPER_MODEL, PAPER_N, run_hard, run_paper
+    from ..rank_barrier._random_maps import run_hard, run_paper
+    from ..rank_barrier.rank_ceiling import PAPER_MODEL, PAPER_N
 
     soft = run_paper(
         {
