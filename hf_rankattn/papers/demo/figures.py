@@ -63,7 +63,7 @@ def draw_separation(axis: "Axes", rows: pd.DataFrame) -> None:
     plain, normed = rows[~normed].sort_values("rank"), rows[normed]
     label = f"here (d {dim}, {int(rows.steps.iloc[0])} steps)"
     axis.plot(plain["rank"] / dim, plain.error, "--", marker="s", color="#2f7fc1", label=label)
-    star = {"linestyle": "none", "marker": "*", "markersize": 11, "color": "#cf4a5c"}
+    star: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 11, "color": "#cf4a5c"}
     axis.plot(normed["rank"] / dim, normed.error, **star, label="here, with qk_norm")
     axis.set_xscale("log", base=2)
     axis.set_xticks([1 / 64, 1 / 16, 1 / 4, 1 / 2, 1], ["1/64", "1/16", "1/4", "1/2", "1"])

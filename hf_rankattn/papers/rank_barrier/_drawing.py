@@ -31,7 +31,7 @@ def style(place: int) -> dict[str, Any]:
 def level(axis: "Axes", height: float, text: str, place: float = 0.01) -> None:
     """A dashed horizontal line with its name; `place` is 0 at the left and 1 at the right end."""
     axis.axhline(height, **DASHED, zorder=1)
-    side = {"va": "bottom", "ha": "left" if place < 0.5 else "right"}
+    side: dict[str, Any] = {"va": "bottom", "ha": "left" if place < 0.5 else "right"}
     axis.annotate(text, (place, height), xycoords=("axes fraction", "data"), fontsize=7, color="0.25", **side)
 
 

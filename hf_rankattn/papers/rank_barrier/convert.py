@@ -104,8 +104,8 @@ def own_checkpoint(folder: Path, parameters: Mapping[str, Any]) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **dict(zip(names, special, strict=True)))
     torch.manual_seed(parameters["seed"])
     hidden, heads, layers = (parameters[name] for name in ("hidden", "heads", "layers"))
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": 2 * hidden}
-    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": 2 * hidden}
+    text: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
     BertModel(BertConfig(**sizes, **text, num_hidden_layers=layers, initializer_range=SHARP)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

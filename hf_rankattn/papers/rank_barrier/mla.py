@@ -109,9 +109,18 @@ def latent_attention(parameters: Mapping[str, Any]):
 
     n, heads = parameters["n"], parameters["heads"]
     torch.manual_seed(parameters["seed"])
-    sizes = {"hidden_size": parameters["hidden"], "num_attention_heads": heads, "num_key_value_heads": heads}
-    small = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "v_head_dim": 16, "intermediate_size": 16}
-    tokens = {"vocab_size": 4 * n, "max_position_embeddings": n}
+    sizes: dict[str, Any] = {
+        "hidden_size": parameters["hidden"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    small: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "v_head_dim": 16,
+        "intermediate_size": 16,
+    }
+    tokens: dict[str, Any] = {"vocab_size": 4 * n, "max_position_embeddings": n}
     return DeepseekV3Model(DeepseekV3Config(**sizes, **widths_of(parameters), **small, **tokens)).double().eval()
 
 
@@ -159,7 +168,7 @@ def draw_rule(axis: "Axes", table: pd.DataFrame) -> None:
         axis.plot(table[rule], table[column], marker, **look, label=name)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    labels = {"xlabel": "rank by the rule", "ylabel": "rank measured (float64, tolerance 1e-9)"}
+    labels: dict[str, Any] = {"xlabel": "rank by the rule", "ylabel": "rank measured (float64, tolerance 1e-9)"}
     finish(axis, f"{len(table)} random models", **labels)
     axis.legend(fontsize=7, loc="upper left")
 

@@ -206,7 +206,7 @@ def draw_sharpness(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.plot(causal.index, causal.effective_rank / n, **style(7), label="effective rank, causal")
     freezing = math.sqrt(2 * math.log(n))
     axis.axvline(freezing, **GREY, linestyle=":")
-    beside_line = {"xytext": (3, 0), "textcoords": "offset points", "fontsize": 7, "color": "0.25"}
+    beside_line: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "fontsize": 7, "color": "0.25"}
     axis.annotate("freezing,\nsqrt(2 ln n)", (freezing, 0.02), **beside_line)
     axis.axhline(1 - 1 / math.e, **DASHED, label="0.63 n: hard (published)")
     axis.axhline(0.5, **GREY, linestyle=(0, (1, 1)), label="0.50 n: hard, causal")
@@ -269,7 +269,7 @@ def draw_stable(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.plot(fine, np.exp(fine**2), **LAW, label="e^(s^2), for s^2 < ln n")
     axis.plot(points.index, points.second_singular, **style(6), label="second singular value")
     axis.plot(fine, 2 * np.sqrt(np.expm1(fine**2) / n), ":", color="0.4", label="2 sqrt((e^(s^2) - 1)/n)")
-    labels = {"xlabel": "standard deviation s of the logits", "ylabel": "stable rank; singular value"}
+    labels: dict[str, Any] = {"xlabel": "standard deviation s of the logits", "ylabel": "stable rank; singular value"}
     ylim = (points.second_singular.min() / 2, n)
     finish(axis, f"softmax of independent logits, n = {n}", xscale="log", yscale="log", ylim=ylim, **labels)
 

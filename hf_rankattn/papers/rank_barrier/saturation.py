@@ -154,7 +154,7 @@ def draw_widths(axis: "Axes", hard: pd.DataFrame) -> None:
     axis.plot([], [], "o", color="0.3", markerfacecolor="none", markersize=9, label="hollow: earlier simulation")
     axis.plot([], [], "-", color="0.3", linewidth=0.9, label="m^4/2 ~ 2 (ln n)^2, through the last point")
     axis.plot([], [], ":", color="0.3", linewidth=0.9, label="ln n (published), through the last point")
-    labels = {"xlabel": "tokens n", "ylabel": "query-key width of a head"}
+    labels: dict[str, Any] = {"xlabel": "tokens n", "ylabel": "query-key width of a head"}
     finish(axis, "Hard attention", hard.n, yscale="log", ylim=(1.5, 900), **labels)
     axis.legend(fontsize=7, loc="upper left", ncols=2)
 
@@ -168,7 +168,7 @@ def draw_ratios(axis: "Axes", hard: pd.DataFrame) -> None:
             if len(ratio):
                 axis.plot(ratio.index, ratio / ratio.iloc[-1], **look, label=f"{reached:.0%}: width / {name}")
     axis.axhline(1, **DASHED)
-    labels = {"xlabel": "tokens n", "ylabel": "width over the law, relative to the largest n"}
+    labels: dict[str, Any] = {"xlabel": "tokens n", "ylabel": "width over the law, relative to the largest n"}
     finish(axis, "Which law is flat?", hard.n, ylim=(0, 1.5), **labels)
     axis.legend(fontsize=7, loc="lower right", ncols=2)
 
@@ -190,7 +190,7 @@ def draw_soft_widths(axis: "Axes", soft: pd.DataFrame) -> None:
         points = rows.groupby("n")[["width", "log_n"]].mean()
         axis.plot(points.index, points["width"].iloc[0] / points.log_n.iloc[0] * points.log_n, ":", **LAW)
     axis.plot([], [], ":", **LAW, label="ln n, through the first point")
-    labels = {"xlabel": "tokens n", "ylabel": "width for 75 % of the effective rank of free logits"}
+    labels: dict[str, Any] = {"xlabel": "tokens n", "ylabel": "width for 75 % of the effective rank of free logits"}
     finish(axis, "Softmax, effective rank", soft.n, yscale="log", **labels)
     axis.legend(fontsize=7, loc="upper left")
 
