@@ -1,5 +1,6 @@
 """Experiments on the rank of attention maps: every one at smoke scale, and the facts their tables must show."""
 
+import functools
 import math
 
 import numpy as np
@@ -9,32 +10,38 @@ import torch
 
 from hf_rankattn import theory
 from hf_rankattn.papers import reproduce
-from hf_rankattn.papers.rank_barrier import head_dim_learning
+from hf_rankattn.papers.rank_barrier import families, head_dim_learning
 from hf_rankattn.papers.rank_barrier._images import choose_images, load_images, patches
 from hf_rankattn.papers.rank_barrier._random_maps import generator, hard_columns, map_metrics, random_heads, soft_map
-
-
-def smoke(name, folder, **options):
-    outcome = reproduce(name, folder, scale="smoke", workers=0, options=options)
-    assert outcome.claims and not outcome.failed
-    assert all(claim.verdict == "not judged at this scale" for claim in outcome.claims)
-    assert all((outcome.folder / file).stat().st_size > 100 for file in outcome.files)
-    return outcome.table
+from hf_rankattn.papers.sweep.runner import find_experiment
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
+def smoke(tmp_path_factory):
+    """The table of an experiment at smoke scale, run once for all tests. Claims of laptop scale are judged on it."""
+
+    @functools.cache
+    def run(name):
+        outcome = reproduce(name, tmp_path_factory.mktemp("runs"), scale="smoke", workers=0)
+        assert outcome.claims and not outcome.failed
+        assert all(claim.verdict == "not judged at this scale" for claim in outcome.claims)
+        assert all((outcome.folder / file).stat().st_size > 100 for file in outcome.files)
+        for claim in find_experiment(name).claims(outcome.table, "laptop"):
+            assert claim.measured and claim.claim and claim.source
+            assert claim.verdict == "yes" or claim.why
+        return outcome.table
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def ceilings(runs):
-    return smoke("rank-ceiling", runs)
+@pytest.fixture
+def ceilings(smoke):
+    return smoke("rank-ceiling")
 
 
-@pytest.fixture(scope="module")
-def fresh(runs):
-    return smoke("families", runs)
+@pytest.fixture
+def fresh(smoke):
+    return smoke("families")
 
 
 class TestRankCeiling:
@@ -46,11 +53,8 @@ class TestRankCeiling:
         assert free["window", 256] == pytest.approx(theory.windowed_columns(256, 32) / 256, abs=0.015)
 
     def test_width_matters_for_gaussian_keys_and_hardly_for_unit_keys(self, ceilings):
-        hard = (
-            ceilings[(ceilings.kind == "hard") & (ceilings["mask"] == "none")]
-            .set_index(["keys", "n", "width"])
-            .coverage
-        )
+        hard = ceilings[(ceilings.kind == "hard") & (ceilings["mask"] == "none")]
+        hard = hard.set_index(["keys", "n", "width"]).coverage
         for width, known in ((8, 0.356), (32, 0.541), (128, 0.608)):
             assert hard["gaussian", 128, width] == pytest.approx(known, abs=0.02)
         for width, known in ((2, 5 / 9), (8, 0.621)):
@@ -70,14 +74,10 @@ class TestRankCeiling:
         assert 0.60 < rows.loc[(256, 3000.0), "rank_float32"] / 256 < 0.665
         assert rows.loc[(256, 0.5), "stable_rank"] == pytest.approx(math.exp(0.25), rel=0.02)
 
-    def test_scores_without_softmax_have_the_rank_of_the_head(self, ceilings):
+    def test_the_published_picture_needs_loud_logits_and_scores_have_the_rank_of_the_head(self, ceilings):
         rows = ceilings[ceilings.kind == "paper"]
         assert (rows.logit_rank == rows["width"].clip(upper=100)).all()
-
-    def test_the_published_picture_needs_loud_logits(self, ceilings):
-        rows = ceilings[
-            (ceilings.kind == "paper") & (ceilings.temperature == 1) & (ceilings["width"] == 64)
-        ].set_index("inputs")
+        rows = ceilings.query("kind == 'paper' and temperature == 1 and width == 64").set_index("inputs")
         assert rows.sharpness["gaussian"] == pytest.approx(512, rel=0.1)
         assert rows.sharpness["orthonormal"] == pytest.approx(1, rel=0.1)
         assert rows.rank_float32["gaussian"] / 100 == pytest.approx(0.59, abs=0.06)
@@ -109,15 +109,14 @@ def test_map_metrics_count_as_numpy_does():
     maps = soft_map(query @ key.T)
     found, singular = map_metrics(maps), np.linalg.svd(maps.numpy(), compute_uv=False)
     assert found["rank_float64"] == np.linalg.matrix_rank(maps.numpy())
-    assert (
-        found["rank_float32"] == (singular > 64 * np.finfo(np.float32).eps * singular[0]).sum() < found["rank_float64"]
-    )
+    above = (singular > 64 * np.finfo(np.float32).eps * singular[0]).sum()
+    assert found["rank_float32"] == above < found["rank_float64"]
     assert found["stable_rank"] == pytest.approx((singular**2).sum() / singular[0] ** 2)
 
 
 class TestSaturation:
-    def test_half_of_the_ceiling_comes_late_for_long_texts(self, runs):
-        table = smoke("saturation", runs)
+    def test_half_of_the_ceiling_comes_late_for_long_texts(self, smoke):
+        table = smoke("saturation")
         widths = table[(table.what == "width") & (table.reached == 0.5)].set_index(["keys", "n"])["width"]
         assert 2.35 < widths["gaussian", 512] / widths["gaussian", 64] < 2.9  # ln n would give 1.50
         nine = table[(table.what == "width") & (table.reached == 0.9) & (table["keys"] == "unit")]["width"]
@@ -129,8 +128,8 @@ class TestSaturation:
 
 
 class TestLatentAttention:
-    def test_ranks_are_those_of_the_rule(self, runs):
-        table = smoke("mla", runs)
+    def test_ranks_are_those_of_the_rule(self, smoke):
+        table = smoke("mla")
         assert (table.form_rank == table.form_rule).all() and (table.logit_rank == table.head_rule).all()
         assert (table.key_rank == table.keys_rule).all()
         rows = table[table.kind == "rule"]
@@ -163,8 +162,6 @@ class TestFamilies:
     def test_a_checkpoint_given_is_measured_on_text(self, minilm, tmp_path):
         from transformers import AutoTokenizer
 
-        from hf_rankattn.papers.rank_barrier import families
-
         text = tmp_path / "text.txt"
         text.write_text("Bread rises because yeast eats sugar and breathes out gas.\n\nRivers carry sand to the sea.")
         words = len(AutoTokenizer.from_pretrained(minilm)(text.read_text().split("\n\n")[0])["input_ids"])
@@ -177,8 +174,8 @@ class TestFamilies:
 
 
 class TestLearning:
-    def test_smoke(self, runs):
-        table = smoke("head-dim-learning", runs)
+    def test_smoke(self, smoke):
+        table = smoke("head-dim-learning")
         ends = table[table.what == "end"]
         assert len(ends) == 2 * 2 * 2 and ends.accuracy.between(0, 1).all()
         traces = table[table.what == "trace"]
@@ -191,11 +188,10 @@ class TestLearning:
         assert (ends[ends.qk_rank == 1].energy_rank == 1).all()
 
     def test_a_model_that_learns_gets_rank(self, tmp_path):
-        from hf_rankattn.papers.rank_barrier.head_dim_learning import RETRIEVAL
         from hf_rankattn.papers.rank_collapse._classifying import train_classifier
 
         parameters = {"n": 8, "hidden": 32, "steps": 150, "batch_size": 32, "qk_rank": 8, "qk_norm": True, "seed": 0}
-        *trace, end = train_classifier(RETRIEVAL | parameters, tmp_path)
+        *trace, end = train_classifier(head_dim_learning.RETRIEVAL | parameters, tmp_path)
         assert end["accuracy"] > 0.9  # guessing gives 0.125
         assert end["logit_std"] > 1.5 * trace[0]["logit_std"] and end["row_entropy"] < trace[0]["row_entropy"]
 
@@ -249,8 +245,8 @@ class TestLearning:
 
 
 class TestConvert:
-    def test_smoke(self, runs):
-        table = smoke("convert", runs)
+    def test_smoke(self, smoke):
+        table = smoke("convert")
         curve = table[table.what == "curve"].set_index(["way", "rank"]).embedding_cosine
         assert curve["weights only", 16] == pytest.approx(1, abs=1e-5)
         energy = table[table.what == "energy"]
@@ -268,15 +264,3 @@ class TestConvert:
     def test_what_is_no_checkpoint_is_named(self, tmp_path):
         with pytest.raises(ValueError, match="nowhere cannot be read as a checkpoint"):
             reproduce("convert", tmp_path, scale="smoke", workers=0, options={"checkpoint": str(tmp_path / "nowhere")})
-
-
-def test_every_claim_has_a_verdict_or_a_reason(runs):
-    """Claims at laptop scale are judged; here on tables of smoke runs, which hold the same columns."""
-    from hf_rankattn.papers.sweep.runner import find_experiment
-
-    for name in ("rank-ceiling", "saturation", "mla", "families", "head-dim-learning", "convert"):
-        smoke(name, runs)  # at once where another test has run it
-        table = pd.read_parquet(runs / name / "smoke" / "table.parquet")
-        for claim in find_experiment(name).claims(table, "laptop"):
-            assert claim.measured and claim.claim and claim.source
-            assert claim.verdict == "yes" or claim.why

@@ -25,10 +25,8 @@ from hf_rankattn.report.html import render_page
 from rankattn_cli import main as cli
 
 
-TINY = {
-    "dim": 4, "points": 4, "steps": 10, "ranks": (4, 2, 1), "shape": "smoke", "examples": 1, "length": 16, "widths": (2, 8),
-    "draws": 4,
-}  # fmt: skip
+TINY = {"dim": 4, "points": 4, "steps": 10, "ranks": (4, 2, 1), "shape": "smoke", "examples": 1, "length": 16}
+TINY |= {"widths": (2, 8), "draws": 4}
 
 
 @pytest.fixture
@@ -88,10 +86,8 @@ def test_a_cut_of_random_weights_does_not_pass_for_one_of_a_trained_model(tiny, 
 
 def sound_rows():
     """A table on which all six claims hold."""
-    separation = [
-        {"rank": rank, "qk_norm": norm, "error": error}
-        for rank, norm, error in ((4, False, 0.2), (2, False, 0.5), (4, True, 0.05))
-    ]
+    errors = ((4, False, 0.2), (2, False, 0.5), (4, True, 0.05))
+    separation = [{"rank": rank, "qk_norm": norm, "error": error} for rank, norm, error in errors]
     cubic, linear = [0.5, 0.5**3, 0.5**9, 0.5**27, 1e-16], [1.0, 1e-4, 1e-8, 1e-12, 1e-16]
     collapse = []
     for family in ("bert", "albert", "xlnet"):
@@ -102,10 +98,8 @@ def sound_rows():
             ]
     tops = {"softmax": 0.63, "hard": 0.63, "qk_norm": 0.63, "causal": 0.5}
     ceiling = [{"maps": maps, "width": width, "share": top} for maps, top in tops.items() for width in (2, 8)]
-    cut = [
-        {"what": "cut", "way": way, "rank": 2, "embedding_cosine": value}
-        for way, value in (("calibrated", 0.97), ("weights only", 0.8))
-    ]
+    cosines = {"calibrated": 0.97, "weights only": 0.8}
+    cut = [{"what": "cut", "way": way, "rank": 2, "embedding_cosine": value} for way, value in cosines.items()]
     cut += [{"what": "energy", "of": of, "energy_rank": value} for of, value in (("weights", 3), ("logits", 1))]
     parts = {"separation": separation, "collapse": collapse, "ceiling": ceiling, "conversion": cut}
     table = pd.DataFrame([{"part": part, **row} for part, rows in parts.items() for row in rows])
@@ -184,9 +178,8 @@ def test_ctrl_c_ends_all_processes_with_one_line(tmp_path):
     time.sleep(25)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert (
-        process.returncode == 130 and errors.splitlines()[-1] == "rankattn: interrupted." and "Traceback" not in errors
-    )
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "rankattn: interrupted." and "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 
 

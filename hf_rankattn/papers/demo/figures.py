@@ -1,12 +1,13 @@
 """Figures of the demonstration, from its rows. Filled markers are ours, hollow ones and grey levels were published.
 
-Colours have contrast on white and on black, and lines differ by dash and marker as well. What is drawn in [`INK`] takes the
-colour of the text around it on a page that follows the reader's choice of light and dark.
+Colours have contrast on white and on black, and lines differ by dash and marker as well. [`INK`] becomes the colour of the
+text around a figure, on a page that follows the reader's choice of light and dark.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MUTED = "#7d858e"
+HOLLOW: dict[str, Any] = {"color": MUTED, "markerfacecolor": "none"}
 NAMES = {"bert": "BERT", "albert": "ALBERT", "xlnet": "XLNet"}
 FAMILIES = {"bert": ("o", "#2f7fc1"), "albert": ("s", "#c77b1a"), "xlnet": ("^", "#2a9281")}
 VARIANTS = {
@@ -40,7 +42,7 @@ FLOOR = 2e-15
 
 @contextmanager
 def page_colours() -> Iterator[None]:
-    """Text and axes in [`INK`], nothing behind them."""
+    """Text and axes in [`INK`], on a transparent background."""
     import matplotlib
 
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
@@ -53,66 +55,50 @@ def page_colours() -> Iterator[None]:
 
 def draw_separation(axis: "Axes", rows: pd.DataFrame) -> None:
     """Error against rank at one budget of parameters; ranks as a share of the dimension, so that both sizes share an axis."""
-    published = published_table("rank_separation")
-    published = published[(published.layers == 1) & (published.budget == "d^2")]
-    axis.plot(published["rank"] / 64, published.value, "-", marker="o", color=MUTED, markerfacecolor="none",
-              linewidth=0.9, label="published (d 64, 1e5 steps)")  # fmt: skip
-    plain, normed = rows[~rows.qk_norm.astype(bool)], rows[rows.qk_norm.astype(bool)]
-    plain = plain.sort_values("rank")
-    dim = int(rows.dim.iloc[0])
-    axis.plot(
-        plain["rank"] / dim,
-        plain.error,
-        "--",
-        marker="s",
-        color="#2f7fc1",
-        label=f"here (d {dim}, {int(rows.steps.iloc[0])} steps)",
-    )
-    axis.plot(normed["rank"] / dim, normed.error, linestyle="none", marker="*", markersize=11, color="#cf4a5c",
-              label="here, with qk_norm")  # fmt: skip
-    shares = [1 / 64, 1 / 16, 1 / 4, 1 / 2, 1]
+    theirs = published_table("rank_separation")
+    theirs = theirs[(theirs.layers == 1) & (theirs.budget == "d^2")]
+    label = "published (d 64, 1e5 steps)"
+    axis.plot(theirs["rank"] / 64, theirs.value, "-", marker="o", **HOLLOW, linewidth=0.9, label=label)
+    normed, dim = rows.qk_norm.astype(bool), int(rows.dim.iloc[0])
+    plain, normed = rows[~normed].sort_values("rank"), rows[normed]
+    label = f"here (d {dim}, {int(rows.steps.iloc[0])} steps)"
+    axis.plot(plain["rank"] / dim, plain.error, "--", marker="s", color="#2f7fc1", label=label)
+    star: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 11, "color": "#cf4a5c"}
+    axis.plot(normed["rank"] / dim, normed.error, **star, label="here, with qk_norm")
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(shares, ["1/64", "1/16", "1/4", "1/2", "1"])
+    axis.set_xticks([1 / 64, 1 / 16, 1 / 4, 1 / 2, 1], ["1/64", "1/16", "1/4", "1/2", "1"])
     axis.tick_params(axis="x", which="minor", bottom=False)
-    axis.set_ylim(0.004, 1.6)
     axis.axhline(1.0, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
-    axis.annotate("predicting nothing", (shares[0], 1.06), fontsize=8, color=INK)
-    axis.set(xlabel="rank of a head / dimension", ylabel="error, farthest neighbour")
+    axis.annotate("predicting nothing", (1 / 64, 1.06), fontsize=8, color=INK)
+    labels = {"xlabel": "rank of a head / dimension", "ylabel": "error, farthest neighbour"}
+    axis.set(yscale="log", ylim=(0.004, 1.6), **labels)
     axis.set_title("Rank is needed", fontsize=11)
     axis.legend(loc="lower left", fontsize=8.5, labelspacing=0.3)
 
 
+def draw_residuals(axis: "Axes", rows: pd.DataFrame, family: str, variant: str, line: str, **look: Any) -> None:
+    """The residual of one variant by layer, ours as a line and published as hollow markers."""
+    ours = rows[(rows.model == family) & (rows.variant == variant)].sort_values("layer")
+    axis.plot(ours.layer, ours.residual, line, **look, markersize=4.5)
+    theirs = published_residuals(family, random_init=True)
+    theirs = theirs[theirs.variant == variant]
+    axis.plot(theirs.layer, theirs.value, linestyle="none", marker=look["marker"], **HOLLOW, markersize=7)
+
+
 def draw_family(axis: "Axes", rows: pd.DataFrame, family: str) -> None:
     """Relative residual by layer in four variants, with the published curves of the family."""
-    published = published_residuals(family, random_init=True)
     for variant, (label, line, marker, colour) in VARIANTS.items():
-        points = rows[(rows.model == family) & (rows.variant == variant)].sort_values("layer")
-        axis.plot(points.layer, points.residual, line, marker=marker, color=colour, label=label, markersize=4.5)
-        theirs = published[published.variant == variant]
-        axis.plot(theirs.layer, theirs.value, linestyle="none", marker=marker, color=MUTED, markerfacecolor="none",
-                  markersize=7)  # fmt: skip
+        draw_residuals(axis, rows, family, variant, line, marker=marker, color=colour, label=label)
     finish_residuals(axis, f"{NAMES[family]}, fresh weights")
-    axis.plot([], [], linestyle="none", marker="o", color=MUTED, markerfacecolor="none", markersize=7,
-              label="published")  # fmt: skip
     axis.legend(fontsize=8.5, loc="upper right", bbox_to_anchor=(1.02, 0.94), labelspacing=0.3)
 
 
 def draw_collapse(axis: "Axes", rows: pd.DataFrame) -> None:
     """Attention alone against the whole model, all three families."""
     for family, (marker, colour) in FAMILIES.items():
-        for variant, line in (("transformer", "-"), ("san", ":")):
-            points = rows[(rows.model == family) & (rows.variant == variant)].sort_values("layer")
-            label = NAMES[family] if variant == "san" else None
-            axis.plot(points.layer, points.residual, line, marker=marker, color=colour, label=label, markersize=4.5)
-            theirs = published_residuals(family, random_init=True)
-            theirs = theirs[theirs.variant == variant]
-            axis.plot(theirs.layer, theirs.value, linestyle="none", marker=marker, color=MUTED, markersize=7,
-                      markerfacecolor="none")  # fmt: skip
+        for variant, line, label in (("transformer", "-", None), ("san", ":", NAMES[family])):
+            draw_residuals(axis, rows, family, variant, line, marker=marker, color=colour, label=label)
     finish_residuals(axis, "Depth loses rank, unless skips keep it")
-    axis.plot(
-        [], [], linestyle="none", marker="o", color=MUTED, markerfacecolor="none", markersize=7, label="published"
-    )
     axis.annotate("whole model", (0.98, 0.9), xycoords="axes fraction", fontsize=9, color=INK, ha="right", va="top")
     axis.annotate("attention alone", (3.3, 1e-13), fontsize=9, color=INK)
     axis.legend(fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.6))
@@ -121,10 +107,11 @@ def draw_collapse(axis: "Axes", rows: pd.DataFrame) -> None:
 def finish_residuals(axis: "Axes", title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set(yscale="log", ylim=(1e-18, 3.0), xlabel="layer (0: embeddings)")
-    axis.set_ylabel("residual (0: all tokens equal)")
+    labels = {"xlabel": "layer (0: embeddings)", "ylabel": "residual (0: all tokens equal)"}
+    axis.set(yscale="log", ylim=(1e-18, 3.0), **labels)
     axis.axhspan(1e-18, FLOOR, color=MUTED, alpha=0.25, linewidth=0)
     axis.annotate("float64 rounding", (0.98, 0.012), xycoords="axes fraction", fontsize=8, color=INK, ha="right")
+    axis.plot([], [], linestyle="none", marker="o", **HOLLOW, markersize=7, label="published")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(title, fontsize=11)
 
@@ -134,17 +121,15 @@ def draw_ceiling(axis: "Axes", rows: pd.DataFrame) -> None:
     for maps, (label, line, marker, colour) in MAPS.items():
         points = rows[rows.maps == maps].sort_values("width")
         axis.plot(points.width, points.share, line, marker=marker, color=colour, label=label, markersize=5)
-    first = rows.width.min()
+    widths = sorted(rows.width.astype(int).unique())
     for height, text in ((1 - 1 / math.e, "published: 0.63 n"), (0.5, "causal: 0.50 n")):
         axis.axhline(height, color=MUTED, linewidth=1.0, linestyle=(0, (5, 3)))
-        axis.annotate(text, (first, height + 0.008), fontsize=8.5, color=INK)
-    axis.set_xscale("log", base=2)
-    widths = sorted(rows.width.astype(int).unique())
+        axis.annotate(text, (widths[0], height + 0.008), fontsize=8.5, color=INK)
     shown = [width for width, wider in pairwise(widths) if wider >= 2 * width] + widths[-1:]
+    axis.set_xscale("log", base=2)
     axis.set_xticks(shown, [str(width) for width in shown])
     axis.tick_params(axis="x", which="minor", bottom=False)
-    axis.set_ylim(0, 0.72)
-    axis.set(xlabel="query-key width of a head", ylabel="rank of an attention map / n")
+    axis.set(ylim=(0, 0.72), xlabel="query-key width of a head", ylabel="rank of an attention map / n")
     axis.set_title("Width does not buy full rank", fontsize=11)
     axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.3)
 
@@ -174,19 +159,16 @@ def part(table: pd.DataFrame, name: str) -> pd.DataFrame:
 
 def demo_figures(table: pd.DataFrame) -> "dict[str, Figure]":
     """One small figure for each part that was run, of a size that can be read on a phone."""
-    panels = {"separation": (draw_separation, part(table, "separation"))}
-    collapse = part(table, "collapse")
-    for family in NAMES:
-        panels[family] = (lambda axis, rows, family=family: draw_family(axis, rows, family), collapse)
-    panels["ceiling"] = draw_ceiling, part(table, "ceiling")
+    panels: dict[str, tuple[Callable[..., None], str]] = {"separation": (draw_separation, "separation")}
+    panels |= {family: (partial(draw_family, family=family), "collapse") for family in NAMES}
+    panels["ceiling"] = draw_ceiling, "ceiling"
     if (table.part == "conversion").any():
-        panels["conversion"] = draw_conversion, part(table, "conversion")
+        panels["conversion"] = draw_conversion, "conversion"
     found = {}
     with page_colours():
         for name, (draw, rows) in panels.items():
-            figure, axes = new_figure(1, 1, 4.2, 3.6)
-            draw(axes[0, 0], rows)
-            found[name] = figure
+            found[name], axes = new_figure(1, 1, 4.2, 3.6)
+            draw(axes[0, 0], part(table, rows))
     return found
 
 

@@ -1,6 +1,6 @@
 """The four parts of the demonstration as jobs: settings in, rows out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
+from ...convert import checkpoint as converting
 from ...models import RankEncoderConfig, RankEncoderForPointRegression, equal_budget_grid
+from ...probe import measure_collapse
+from ...probe.collapse import VARIANTS
+from ..rank_barrier._random_maps import generator, run_hard, run_paper
+from ..rank_barrier.convert import energy_rows, head_width
+from ..rank_barrier.rank_ceiling import PAPER_MODEL, PAPER_N
+from ..rank_collapse._subjects import fresh_model, inputs_of
 
 
 Row = dict[str, Any]
@@ -23,10 +30,10 @@ class Settings:
     """Sizes of the demonstration.
 
     Args:
-        dim, points, steps, ranks: Of farthest neighbour, and the ranks of its heads, the first full and the second half.
-        shape, examples, length: Of the fresh BERT, ALBERT and XLNet, a name of `experiments.subjects.SHAPES`.
+        dim, points, steps, ranks: Farthest neighbour: its sizes, and the ranks of heads, the first full, the second half.
+        shape, examples, length: The fresh BERT, ALBERT and XLNet: a name of `SHAPES` of `rank-collapse`, and the inputs.
         widths, draws: Head widths of random maps, and maps for each.
-        seed: Of everything random.
+        seed: Seed of weights, data and maps.
     """
 
     dim: int = 16
@@ -48,7 +55,7 @@ class Job:
     Args:
         part: `"separation"`, `"collapse"`, `"ceiling"` or `"conversion"`.
         what: Its parameters.
-        cost: About how many seconds it takes on a quiet core, which is what the progress bar counts.
+        cost: About how many seconds it takes on an idle core; the progress bar counts them.
     """
 
     part: str
@@ -63,9 +70,9 @@ def trained_model() -> str | None:
 
 
 def jobs_of(settings: Settings) -> list[Job]:
-    """All jobs, so ordered that two processes end at about the same time and seldom hold two large models at once.
+    """All jobs, in an order in which two processes end at about the same time and rarely hold two large models at once.
 
-    Without a trained model there is no conversion: what a cut costs a model of random weights says nothing about trained ones.
+    Without a trained model there is no conversion: a cut of random weights says nothing about trained ones.
     """
     source = trained_model()
     grid = equal_budget_grid(settings.dim**2, settings.dim, ranks=list(settings.ranks))
@@ -83,7 +90,7 @@ def jobs_of(settings: Settings) -> list[Job]:
 
 
 def run_job(job: Job, settings: Settings, advance: Advance) -> list[Row]:
-    """The rows of a job; `advance` is told what share of the job is done since it was last called."""
+    """The rows of a job; `advance` is called with the share of the job that was done since its last call."""
     rows = PARTS[job.part](settings, job.what, advance)
     return [{"part": job.part, **row} for row in rows]
 
@@ -99,11 +106,8 @@ def train_farthest(
     config: RankEncoderConfig, *, count: int, steps: int, seed: int, progress: Callable[[], Any] = lambda: None
 ) -> tuple[RankEncoderForPointRegression, float]:
     """Train on fresh batches; return the model and its error on points it has not seen (predicting zero costs 1)."""
-    from ..rank_barrier._random_maps import generator
-
     dim = config.input_dim
-    if dim is None:
-        raise ValueError("farthest neighbour is a task on points: the config needs `input_dim`.")
+    assert dim is not None  # farthest neighbour is a task on points
     torch.manual_seed(seed)
     model, data = RankEncoderForPointRegression(config), generator(seed, dim, count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
@@ -123,20 +127,14 @@ def train_farthest(
 def separation(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
     """Error of heads of one rank, at the same number of parameters for every rank."""
     config = RankEncoderConfig(input_dim=settings.dim, intermediate_size=256, **what)
-    _, error = train_farthest(
-        config, count=settings.points, steps=settings.steps, seed=settings.seed,
-        progress=lambda: advance(1 / settings.steps),
-    )  # fmt: skip
+    sizes = {"count": settings.points, "steps": settings.steps, "seed": settings.seed}
+    _, error = train_farthest(config, **sizes, progress=lambda: advance(1 / settings.steps))
     about = {"dim": settings.dim, "points": settings.points, "steps": settings.steps, "qk_norm": what["qk_norm"]}
     return [{**about, "rank": what["qk_rank"], "heads": what["num_attention_heads"], "error": error}]
 
 
 def collapse(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
     """Relative residual by layer of a model with fresh weights, in float64, with and without skips and MLPs."""
-    from ...probe import measure_collapse
-    from ...probe.collapse import VARIANTS
-    from ..rank_collapse._subjects import fresh_model, inputs_of
-
     model = fresh_model(what["model"], settings.shape, settings.seed, "float64")
     batches = inputs_of(model.config, "ids", settings.examples, settings.length, settings.seed)
     rows = []
@@ -153,25 +151,16 @@ def collapse(settings: Settings, what: Mapping[str, Any], advance: Advance) -> l
 
 def ceiling(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
     """Rank over n of maps of random heads, by width: softmax as published, and hard choice, free, causal and with QK-norm."""
-    from ..rank_barrier.rank_ceiling import PAPER_MODEL, PAPER_N, run_hard, run_paper
-
-    soft = run_paper(
-        {
-            "n": PAPER_N, "model_width": PAPER_MODEL, "inputs": "gaussian", "temperature": 1.0,
-            "widths": settings.widths, "draws": max(1, settings.draws // 4), "seed": settings.seed,
-        }
-    )  # fmt: skip
+    common = {"widths": settings.widths, "seed": settings.seed}
+    set_up = {"n": PAPER_N, "model_width": PAPER_MODEL, "inputs": "gaussian", "temperature": 1.0}
+    soft = run_paper({**common, **set_up, "draws": max(1, settings.draws // 4)})
     rows = [
         {"maps": "softmax", "n": PAPER_N, "width": row["width"], "share": row["rank_float32"] / PAPER_N}
         for row in soft
     ]
-    for maps, keys, mask in (
-        ("hard", "gaussian", "none"),
-        ("causal", "gaussian", "causal"),
-        ("qk_norm", "unit", "none"),
-    ):
-        common = {"n": 256, "keys": keys, "mask": mask, "window": 0, "draws": settings.draws, "seed": settings.seed}
-        hard = run_hard({**common, "widths": settings.widths})
+    kinds = {"hard": ("gaussian", "none"), "causal": ("gaussian", "causal"), "qk_norm": ("unit", "none")}
+    for maps, (keys, mask) in kinds.items():
+        hard = run_hard({**common, "n": 256, "keys": keys, "mask": mask, "window": 0, "draws": settings.draws})
         rows += [{"maps": maps, "n": 256, "width": row["width"], "share": row["coverage"]} for row in hard]
     advance(1.0)
     return rows
@@ -179,9 +168,6 @@ def ceiling(settings: Settings, what: Mapping[str, Any], advance: Advance) -> li
 
 def conversion(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
     """A trained model cut to a quarter and to half of its query-key rank, and how much of that rank it uses on texts."""
-    from ...convert import checkpoint as converting
-    from ..rank_barrier.convert import energy_rows, head_width
-
     source = what["source"]
     model, tokenizer, width = converting.load(source), converting.load_tokenizer(source), head_width(source)
     limit = converting.token_limit(model)
@@ -198,6 +184,4 @@ def conversion(settings: Settings, what: Mapping[str, Any], advance: Advance) ->
     return rows
 
 
-PARTS: dict[str, Callable[[Settings, Mapping[str, Any], Advance], Sequence[Row]]] = {
-    "separation": separation, "collapse": collapse, "ceiling": ceiling, "conversion": conversion,
-}  # fmt: skip
+PARTS = {"separation": separation, "collapse": collapse, "ceiling": ceiling, "conversion": conversion}

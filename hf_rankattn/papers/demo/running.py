@@ -1,4 +1,4 @@
-"""Jobs in processes of one thread each, or one after the other in this one; the rows are the same."""
+"""Run jobs in processes of one thread each, or one after the other in this process; the rows are the same."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,35 +17,26 @@ from .measuring import Job, Row, Settings, run_job
 # each worker may hold a model of base size in float64
 MOST_WORKERS = 4
 TOLD_EVERY = 0.2
-# called with a job, the seconds' worth of it that are done since the last call, and whether it is over
+# called with a job, the seconds of its cost that were done since the last call, and whether it is over
 Progress = Callable[[Job, float, bool], object]
 channel: Any = None
 
 
 def usual_workers() -> int:
-    """One process a core, up to four; on one core, none but this."""
+    """One process per core, at most four; on one core only this process."""
     return 0 if cores() == 1 else min(cores(), MOST_WORKERS)
 
 
 def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Progress) -> list[Row]:
-    """The rows of all jobs, in the order of the jobs.
-
-    Args:
-        jobs: What to run.
-        settings: Sizes and seed.
-        workers: Processes to start; with 0 the jobs run in this process, one after the other.
-        progress: Told of every step.
-    """
+    """The rows of all jobs, in the order of the jobs. With no workers the jobs run in this process."""
     if workers == 0:
         return run_here(jobs, settings, progress)
     context = get_context("spawn")  # a forked process would share the threads of torch, and hang
-    queue = context.SimpleQueue()
+    queue, count = context.SimpleQueue(), min(workers, len(jobs))
     others = set(active_children())
     with (
         one_thread_each(),
-        ProcessPoolExecutor(
-            min(workers, len(jobs)), mp_context=context, initializer=enter_worker, initargs=(queue,)
-        ) as pool,
+        ProcessPoolExecutor(count, mp_context=context, initializer=enter_worker, initargs=(queue,)) as pool,
     ):
         with deaf_to_interrupts():
             futures = {pool.submit(run_in_worker, place, job, settings): job for place, job in enumerate(jobs)}
@@ -65,7 +56,7 @@ def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Pr
                 worker.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise ValueError(
-                    "a process of the demo was killed, by hand or for want of memory: run it with --workers 0, which needs "
+                    "a process of the demo was killed, by hand or for lack of memory: run it with --workers 0, which needs "
                     "the least memory and takes twice as long."
                 ) from error
             raise
@@ -74,10 +65,9 @@ def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Pr
 
 def run_here(jobs: Sequence[Job], settings: Settings, progress: Progress) -> list[Row]:
     threads, rows = torch.get_num_threads(), []
-    torch.set_num_threads(
-        1
-    )  # matrices this small are slower on two, and sums would be rounded otherwise than in workers
     state = torch.get_rng_state()
+    # Matrices of this size are slower on two threads, and sums would be rounded in another way than in workers.
+    torch.set_num_threads(1)
     try:
         for job in jobs:
             rows += run_job(job, settings, lambda share, job=job: progress(job, share * job.cost, False))

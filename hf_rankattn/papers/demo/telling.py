@@ -19,6 +19,7 @@ from ...report.plots import published_residuals, published_table
 from ...report.summary import number
 from ..sweep.results import running_versions
 from ..sweep.runner import Claim
+from .figures import NAMES, demo_figures, overview_figure
 from .measuring import TRAINED_MODEL, WHEEL, Settings, jobs_of
 from .running import Progress, run_jobs
 
@@ -33,7 +34,6 @@ BARRIER = (
     "On the Limitation and Redundancy of Transformers: A Rank Perspective (ICLR submission), Theorem 1, Section 2.1"
 )
 CUT = "Lee, Compressible Softmax-Attended Language (arXiv 2604.04384); the cut is ours"
-NAMES = {"bert": "BERT", "albert": "ALBERT", "xlnet": "XLNet"}
 # The margins of the six claims, each of them part of its sentence.
 HALF_RANK_ERROR = 2.0  # error of half rank over that of full rank; 45 was published
 UNIT_LENGTH_GAIN = 2.0  # error without QK-norm over that with it
@@ -46,15 +46,7 @@ NOT_RUN = f"not run: {TRAINED_MODEL} is not installed. Install it with pip insta
 
 @dataclass
 class Demo:
-    """What came out of the demonstration.
-
-    Args:
-        table: All rows, a column `part` says of which part.
-        claims: The six claims.
-        settings: Sizes and seed.
-        seconds: What it took.
-        checkpoint: What was measured of the user's own model, if one was given.
-    """
+    """Results of the demonstration: rows with their `part`, claims, and the measurements of the user's own model, if any."""
 
     table: pd.DataFrame
     claims: Sequence[Claim]
@@ -84,10 +76,10 @@ def run_demo(
     Args:
         settings (`Settings`, *optional*): Sizes and seed.
         workers (`int`, *optional*, defaults to 0):
-            Processes to share the work. With 0 all of it is done in this one. Processes are spawned, so that a script
-            which asks for some needs the usual `if __name__ == "__main__":`.
-        checkpoint (*optional*): What [`measure_own`] found in a model of the user's own, to be put on the page.
-        progress (*optional*): Called with a job, seconds' worth of it that are done since the last call, and whether it is over.
+            Number of worker processes; 0 uses this process only. Processes are spawned, so a script that asks for some
+            needs the usual `if __name__ == "__main__":`.
+        checkpoint (*optional*): The result of [`measure_own`] for the user's own model, to add to the page.
+        progress (*optional*): Called with a job, the seconds of its cost done since the last call, and whether it is over.
     """
     if workers < 0:
         raise ValueError(f"`workers` must be at least 0, got {workers}.")
@@ -132,14 +124,9 @@ def separation_claims(rows: pd.DataFrame, settings: Settings) -> Iterator[Claim]
 
 
 def collapse_claims(rows: pd.DataFrame) -> Iterator[Claim]:
-    ours = {
-        family: rows[rows.model == family].pivot(index="layer", columns="variant", values="residual")
-        for family in NAMES
-    }
-    theirs = {
-        family: published_residuals(family, random_init=True).pivot(index="layer", columns="variant", values="value")
-        for family in NAMES
-    }
+    axes = {"index": "layer", "columns": "variant"}
+    ours = {family: rows[rows.model == family].pivot(**axes, values="residual") for family in NAMES}
+    theirs = {family: published_residuals(family, random_init=True).pivot(**axes, values="value") for family in NAMES}
     last = int(rows.layer.max())
     rates = {family: collapse_rate(ours[family].san.tolist(), precision_floor(torch.float64)) for family in NAMES}
     equal = all(rates[family].used <= last for family in NAMES)
@@ -221,7 +208,7 @@ def conversion_claim(rows: pd.DataFrame) -> Claim:
 
 @contextmanager
 def demo_folder(out: Path | None, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write to, `demo` if no other is named; that one is replaced without asking, if a demonstration made it."""
+    """A folder to write to. The default, `demo`, is replaced without asking if a demonstration made it."""
     chosen, may_replace = (Path("demo"), True) if out is None else (out, overwrite)
     with fresh_folder(chosen, may_replace, PAGE, "a demonstration", word=f'content="{GENERATOR} demo"') as folder:
         yield folder
@@ -229,8 +216,6 @@ def demo_folder(out: Path | None, overwrite: bool = False) -> Iterator[Path]:
 
 def write_demo(demo: Demo, folder: Path) -> list[str]:
     """Write page, picture and numbers to a folder; returns the names of the files."""
-    from .figures import overview_figure
-
     overview_figure(demo.table).savefig(folder / PICTURE, dpi=100)
     (folder / RESULTS).write_text(json.dumps(demo.as_dict(), indent=2), encoding="utf-8")
     (folder / PAGE).write_text(demo_page(demo), encoding="utf-8")
@@ -239,8 +224,6 @@ def write_demo(demo: Demo, folder: Path) -> list[str]:
 
 
 def demo_page(demo: Demo) -> str:
-    from .figures import demo_figures
-
     figures, claims, settings = demo_figures(demo.table), demo.claims, demo.settings
     said = [f"{claim.claim} Here: {claim.measured}. Published: {claim.published}." for claim in claims]
     alts = {
@@ -253,48 +236,42 @@ def demo_page(demo: Demo) -> str:
         "conversion": f"Quality against rank after a cut. {said[5]}",
     }
     drawn = {name: svg_picture(figure, alts[name], f"figure-{name}") for name, figure in figures.items()}
+    need = (
+        f"Each of {settings.points} points on a sphere in {settings.dim} dimensions is a token, and the answer is the point "
+        f"farthest from it. Every model has {settings.dim**2} parameters in its queries, spent on one head of full rank "
+        f"or on many of low rank, and {settings.steps} steps of training on fresh points. Predicting nothing costs 1."
+    )
+    loss = (
+        "The residual is what is left of the tokens when their mean is taken away, as a share of what they were. Weights are "
+        f"fresh, tokens random ({settings.examples} rows of {settings.length}), arithmetic is float64, so that collapse can be followed to its floor. "
+        "Published values below 5e-7 are rounding of float32 and left out. In XLNet, relative positions turn the "
+        "cubic collapse into a constant factor a layer. The published ALBERT without MLPs had an activation, a skip and a "
+        "norm of theirs left in."
+    )
+    ceiling = (
+        "When every row picks one column at random, n rows hit 1 - 1/e = 0.63 of n columns, and the rank of the map is the "
+        "number of columns that are hit. Wider heads come closer to it and do not pass it. Rows that choose from "
+        "their past hit half of the columns; keys of unit length need hardly any width."
+    )
+    cut = (
+        f"convert_rank cuts the heads of {TRAINED_MODEL}, once by the singular values of the weights alone and once to the "
+        "least error of the logits on 40 paragraphs. The cut models are judged by their embeddings of 40 other paragraphs."
+        if "conversion" in drawn
+        else f"This part was {NOT_RUN}."
+    )
     sections = [
         Section("Six claims", tables=[claims_grid([claim.as_dict() for claim in claims])]),
         Section(
-            "Need: many heads of low rank do not replace one of full rank",
-            [
-                f"Each of {settings.points} points on a sphere in {settings.dim} dimensions is a token, and the answer is the point "
-                f"farthest from it. Every model has {settings.dim**2} parameters in its queries, spent on one head of full rank "
-                f"or on many of low rank, and {settings.steps} steps of training on fresh points. Predicting nothing costs 1."
-            ],
-            pictures=[drawn["separation"]],
+            "Need: many heads of low rank do not replace one of full rank", [need], pictures=[drawn["separation"]]
         ),
-        Section(
-            "Loss: depth makes tokens equal, and skips stop it",
-            [
-                "The residual is what is left of the tokens when their mean is taken away, as a share of what they were. Weights are "
-                f"fresh, tokens random ({settings.examples} rows of {settings.length}), arithmetic is float64, so that collapse can be followed to its floor. "
-                "Published values below 5e-7 are rounding of float32 and left out. In XLNet, relative positions turn the "
-                "cubic collapse into a constant factor a layer. The published ALBERT without MLPs had an activation, a skip and a "
-                "norm of theirs left in."
-            ],
-            pictures=[drawn[name] for name in NAMES],
-        ),
-        Section(
-            "Ceiling: how much rank a map of random scores has",
-            [
-                "When every row picks one column at random, n rows hit 1 - 1/e = 0.63 of n columns, and the rank of the map is the "
-                "number of columns that are hit. Wider heads come closer to it and do not pass it. Rows that choose from "
-                "their past hit half of the columns; keys of unit length need hardly any width."
-            ],
-            pictures=[drawn["ceiling"]],
-        ),
+        Section("Loss: depth makes tokens equal, and skips stop it", [loss], pictures=[drawn[name] for name in NAMES]),
+        Section("Ceiling: how much rank a map of random scores has", [ceiling], pictures=[drawn["ceiling"]]),
         Section(
             "Cut: a lower rank for a trained model",
-            [
-                f"convert_rank cuts the heads of {TRAINED_MODEL}, once by the singular values of the weights alone and once to the "
-                "least error of the logits on 40 paragraphs. The cut models are judged by their embeddings of 40 other paragraphs."
-                if "conversion" in drawn
-                else f"This part was {NOT_RUN}."
-            ],
-            pictures=[drawn["conversion"]] if "conversion" in drawn else [],
+            [cut],
+            pictures=[drawn[name] for name in drawn if name == "conversion"],
         ),
-    ]  # fmt: skip
+    ]
     if demo.checkpoint is not None:
         sections.insert(1, demo.checkpoint.section())
     sections.append(
@@ -310,11 +287,12 @@ def demo_page(demo: Demo) -> str:
         )
     )
     versions = ", ".join(f"{name} {value}" for name, value in running_versions().items())
-    return render_page(
-        "How much rank does attention need, have, and lose?",
+    lead = (
         f"Measured on this machine in {demo.seconds:.0f} seconds, without a network, from seed {settings.seed}. Papers' numbers "
-        "stand beside ours.",
-        sections,
-        footer=[f"Written by rankattn demo. {versions}.", "Filled markers: measured here. Hollow markers and grey: published."],
-        kind="demo",
-    )  # fmt: skip
+        "stand beside ours."
+    )
+    legend = "Filled markers: measured here. Hollow markers and grey: published."
+    footer = [f"Written by rankattn demo. {versions}.", legend]
+    return render_page(
+        "How much rank does attention need, have, and lose?", lead, sections, footer=footer, kind="demo"
+    )

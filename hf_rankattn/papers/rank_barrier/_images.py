@@ -17,26 +17,23 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tiff")
 
 
 def choose_images(name: str | None) -> str:
-    """The dataset that was asked for, or the digits where it holds no images: it may be meant for another experiment."""
+    """The dataset of --dataset, or the digits if it has no images: it may be meant for another experiment."""
     if not name or name == DIGITS:
         return DIGITS
     if Path(name).is_dir():
         if any(path.suffix.lower() in SUFFIXES for path in Path(name).rglob("*")):
             return str(Path(name).resolve())
-    elif has_images(name):
-        return name
-    logger.warning(f"{name} holds no images: the digits of scikit-learn take its place here.")
+    else:
+        from datasets import Image, load_dataset_builder
+
+        try:
+            features = load_dataset_builder(name).info.features or {}
+        except Exception as error:
+            raise ValueError(f"dataset {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        if any(isinstance(feature, Image) for feature in features.values()):
+            return name
+    logger.warning(f"{name} has no images: the digits of scikit-learn are used instead.")
     return DIGITS
-
-
-def has_images(name: str) -> bool:
-    from datasets import Image, load_dataset_builder
-
-    try:
-        features = load_dataset_builder(name).info.features or {}
-    except Exception as error:
-        raise ValueError(f"dataset {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    return any(isinstance(feature, Image) for feature in features.values())
 
 
 @lru_cache(maxsize=2)
@@ -45,19 +42,16 @@ def load_images(name: str, size: int, most: int, seed: int = 0) -> dict[str, tup
 
     Args:
         name: `"digits"`, a folder with a folder of images for each class, or a dataset on the Hub.
-        size: Height and width that images are brought to; the digits keep their 8.
-        most: Rows of the train split at most; the test split has a quarter of that at most.
-        seed: Of the order, and of the split where a dataset has no test split.
+        size: Height and width after resizing; the digits keep their 8.
+        most: Largest number of rows in the train split; the test split has at most a quarter of it.
+        seed: Seed of the order, and of the split if the dataset has no test split.
     """
     if name == DIGITS:
         return split_rows(*digits(), most, seed)
     from datasets import load_dataset
 
     try:
-        if Path(name).is_dir():
-            found = load_dataset("imagefolder", data_dir=name)
-        else:
-            found = load_dataset(name)
+        found = load_dataset("imagefolder", data_dir=name) if Path(name).is_dir() else load_dataset(name)
     except Exception as error:
         raise ValueError(f"images {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     train = found["train"] if "train" in found else found[next(iter(found))]
@@ -95,12 +89,9 @@ def decode(rows: "datasets.Dataset", size: int) -> tuple[np.ndarray, np.ndarray]
     pictures = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
     labels = [name for name, feature in rows.features.items() if isinstance(feature, ClassLabel)]
     if not pictures or not labels:
-        raise ValueError(
-            f"a dataset of images needs a column of images and one of classes; there are {', '.join(rows.features)}."
-        )
-    images = [
-        np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float64) / 255 for image in rows[pictures[0]]
-    ]
+        names = ", ".join(rows.features)
+        raise ValueError(f"an image dataset needs a column of images and a column of classes; it has {names}.")
+    images = [np.asarray(image.convert("RGB").resize((size, size)), np.float64) / 255 for image in rows[pictures[0]]]
     return np.stack(images), np.array(rows[labels[0]])
 
 

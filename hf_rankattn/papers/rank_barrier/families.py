@@ -1,13 +1,25 @@
 """Attention maps of every family that can be measured, with fresh weights: how much rank before any training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+import torch
+from transformers import AutoConfig, AutoModel
+
+from ...families.architectures import TABLE, family_of
+from ...measure import spectral_metrics
+from ...report.plots import new_figure, published_table
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim, judge
 from ..sweep.tolerances import CLOSE
+from . import ours, published
+from ._drawing import DASHED, GREY
 
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NAME = "families"
 SHOWS = "rank of attention maps at random init, every family, with and without QK-norm, against content-free maps"
@@ -20,128 +32,94 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "laptop": {"layers": 4, "hidden": 768, "heads": 12, "n": 128, "examples": 2, "seeds": 3},
     "paper": {"layers": 12, "hidden": 768, "heads": 12, "n": 512, "examples": 8, "seeds": 3},
 }
-# what a family calls its sizes, and what it needs besides
-SIZES: dict[str, dict[str, str]] = {
-    "xlnet": {"hidden": "d_model", "heads": "n_head", "layers": "n_layer", "inner": "d_inner"},
-    "distilbert": {"hidden": "dim", "heads": "n_heads", "layers": "n_layers", "inner": "hidden_dim"},
-    "gpt2": {"hidden": "n_embd", "heads": "n_head", "layers": "n_layer", "inner": "n_inner"},
+# the names of hidden size, heads, layers and inner size in a config
+SIZES: dict[str, tuple[str, str, str, str]] = {
+    "xlnet": ("d_model", "n_head", "n_layer", "d_inner"),
+    "distilbert": ("dim", "n_heads", "n_layers", "hidden_dim"),
+    "gpt2": ("n_embd", "n_head", "n_layer", "n_inner"),
 }
-COMMON = {
-    "hidden": "hidden_size", "heads": "num_attention_heads", "layers": "num_hidden_layers", "inner": "intermediate_size",
-}  # fmt: skip
+COMMON = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
 VOCABULARY = 8192
 WITH_NORM = ("rank_bert", "rank_albert", "rank_xlnet", "rank_encoder")
 
 
 def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
-    from ...families.architectures import TABLE
-
     setting = SETTINGS[scale]
-    found: list[dict[str, Any]] = []
+    shape = {name: setting[name] for name in ("layers", "hidden", "heads", "n", "examples")}
+    made = []
     for family in TABLE:
         for model_type in family.model_types:
-            # the rank twins are the stock models to the last bit where they have no norm
-            norms = (
-                [True] if model_type in WITH_NORM[:3] else [False, True] if model_type == "rank_encoder" else [False]
-            )
-            found += [
-                {"family": family.name, "model_type": model_type, "qk_norm": qk_norm, "checkpoint": None}
-                for qk_norm in norms
-            ]
-    shape = {name: setting[name] for name in ("layers", "hidden", "heads", "n", "examples")}
-    many = range(seeds or setting["seeds"])
-    made = [Cell({**model, **shape, "seed": seed}) for model in found for seed in many]
+            # without the norm, a rank twin equals its stock model to the last bit; the rank encoder has no stock model
+            norms = [False] * (model_type not in WITH_NORM[:3]) + [True] * (model_type in WITH_NORM)
+            for qk_norm in norms:
+                model = {"family": family.name, "model_type": model_type, "qk_norm": qk_norm, "checkpoint": None}
+                made += [Cell({**model, **shape, "seed": seed}) for seed in range(seeds or setting["seeds"])]
     if options.get("checkpoint"):
-        given = {
-            name: None if options.get(name) is None else str(options[name])
-            for name in ("checkpoint", "text", "dataset")
-        }
-        shape = {name: setting[name] for name in ("n", "examples")}
-        made.append(
-            Cell({"family": "given", "model_type": None, "qk_norm": None, **given, **shape, "seed": 0}, cost=10)
-        )
+        names = ("checkpoint", "text", "dataset")
+        given = {name: None if options.get(name) is None else str(options[name]) for name in names}
+        sizes = {"n": setting["n"], "examples": setting["examples"], "seed": 0}
+        made.append(Cell({"family": "given", "model_type": None, "qk_norm": None, **given, **sizes}, cost=10))
     return made
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     """A row for each layer: the metrics, mean over heads and examples, and those of a map that looks at no content."""
     from ...probe import measure_attention, measure_logits
-    from ...probe.survey import random_batches, token_counts
+    from ...probe.survey import token_counts
 
-    if parameters["checkpoint"]:
-        model, batches = checkpoint_inputs(parameters)
-    else:
-        model = fresh_model(parameters)
-        batches = random_batches(
-            model.config, parameters["examples"], parameters["n"], parameters["examples"], parameters["seed"]
-        )
+    model, batches = (checkpoint_inputs if parameters["checkpoint"] else fresh_inputs)(parameters)
     maps = measure_attention(model, batches, "full").groupby(["layer", "metric"]).value.mean().unstack()
     spread = measure_logits(model, batches)
     spread = spread[spread.metric == "logit_std"].groupby("layer").value.mean()
     counts = [count for batch in batches for count in token_counts(model, batch)]
     tokens = sum(counts) / len(counts)
-    causal = bool(family_causal(model))
-    free = content_free_metrics(round(tokens), causal)
+    causal = bool(family_of(model).causal(model.config))
+    about = {"tokens": tokens, "causal": causal, "model": model.config.model_type}
+    free = {f"free_{name}": value for name, value in content_free_metrics(round(tokens), causal).items()}
     return [
-        {
-            "layer": int(layer), "tokens": tokens, "causal": causal, "model": model.config.model_type,
-            "logit_std": float(spread[layer]), **{name: float(row[name]) for name in METRICS},
-            **{f"free_{name}": value for name, value in free.items()},
-        }
+        {"layer": int(layer), **about, "logit_std": float(spread[layer])}
+        | {name: float(row[name]) for name in METRICS}
+        | free
         for layer, row in maps.iterrows()
-    ]  # fmt: skip
-
-
-def family_causal(model) -> bool:
-    from ...families.architectures import family_of
-
-    return family_of(model).causal(model.config)
+    ]
 
 
 def content_free_metrics(n: int, causal: bool) -> dict[str, float]:
     """The map that spreads each row evenly, over all tokens or over the past."""
-    import torch
-
-    from ...measure import spectral_metrics
-
     maps = torch.ones(n, n, dtype=torch.float64)
     maps = maps.tril() if causal else maps
     found = spectral_metrics(maps / maps.sum(-1, keepdim=True))
     return {name: found[name].item() for name in METRICS}
 
 
-def fresh_model(parameters: Mapping[str, Any]):
-    """The base model of a family with weights as it draws them: heads of 64 at laptop scale, as base models have."""
-    import torch
-    from transformers import AutoConfig, AutoModel
+def fresh_inputs(parameters: Mapping[str, Any]):
+    """A base model with weights as its family initialises them, and random inputs. At laptop scale heads have width 64."""
+    from ...probe.survey import random_batches
 
-    model_type, hidden, heads = (parameters[name] for name in ("model_type", "hidden", "heads"))
-    names = COMMON | SIZES.get(model_type.removeprefix("rank_"), {})
-    fields: dict[str, Any] = {
-        names["hidden"]: hidden, names["heads"]: heads, names["layers"]: parameters["layers"], names["inner"]: 2 * hidden,
-    }  # fmt: skip
-    if model_type == "vit":
-        small = parameters["n"] < 64
-        fields |= {"image_size": 48, "patch_size": 8} if small else {}
-    else:
+    model_type, hidden, heads, layers = (parameters[name] for name in ("model_type", "hidden", "heads", "layers"))
+    names = SIZES.get(model_type.removeprefix("rank_"), COMMON)
+    fields: dict[str, Any] = dict(zip(names, (hidden, heads, layers, 2 * hidden), strict=True))
+    if model_type != "vit":
         fields["vocab_size"] = VOCABULARY
+    elif parameters["n"] < 64:
+        fields |= {"image_size": 48, "patch_size": 8}
     if model_type in ("albert", "rank_albert"):
         fields["embedding_size"] = max(16, hidden // 6)
     if model_type == "electra":
         fields["embedding_size"] = hidden
+    width = hidden // heads
     if model_type in ("llama", "qwen2", "qwen3", "mistral"):
-        fields |= {"num_key_value_heads": heads, "head_dim": hidden // heads}
+        fields |= {"num_key_value_heads": heads, "head_dim": width}
     if model_type == "deepseek_v3":
-        width = hidden // heads
-        fields |= {
-            "num_key_value_heads": heads, "qk_nope_head_dim": width // 2, "qk_rope_head_dim": width // 2,
-            "v_head_dim": width, "kv_lora_rank": hidden // 4, "q_lora_rank": hidden // 2,
-            "first_k_dense_replace": parameters["layers"],
-        }  # fmt: skip
+        fields |= {"num_key_value_heads": heads, "first_k_dense_replace": layers, "v_head_dim": width}
+        fields |= {"qk_nope_head_dim": width // 2, "qk_rope_head_dim": width // 2}
+        fields |= {"kv_lora_rank": hidden // 4, "q_lora_rank": hidden // 2}
     if model_type in WITH_NORM:
         fields["qk_norm"] = parameters["qk_norm"]
     torch.manual_seed(parameters["seed"])
-    return AutoModel.from_config(AutoConfig.for_model(model_type, **fields)).eval()
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **fields)).eval()
+    examples = parameters["examples"]
+    return model, random_batches(model.config, examples, parameters["n"], examples, parameters["seed"])
 
 
 def checkpoint_inputs(parameters: Mapping[str, Any]):
@@ -156,7 +134,7 @@ def checkpoint_inputs(parameters: Mapping[str, Any]):
     return model, text_batches(load_tokenizer(name), texts, model.config, n, examples)
 
 
-def complete(table):
+def complete(table: pd.DataFrame) -> pd.DataFrame:
     """Names for figures."""
 
     def name(row):
@@ -167,91 +145,127 @@ def complete(table):
     return table.assign(name=table.apply(name, axis=1))
 
 
-def figures(table, scale: str):
-    from ._figures_models import families_figure
+def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+    """A line for each model, first and last layer, four measures, with those of a content-free map."""
+    names = list(dict.fromkeys(table["name"]))
+    places = {name: len(names) - place for place, name in enumerate(names)}
+    panels = {
+        "effective_rank": "effective rank / n",
+        "numerical_rank": "rank at tolerance 0.01 / n",
+        "argmax_coverage": "argmax coverage / n",
+        "stable_rank": "stable rank",
+    }
+    figure, axes = new_figure(1, 4, 15.0, 0.3 * len(names) + 2.2, sharey=True)
+    last = table.layer == table.groupby("name").layer.transform("max")
+    layers = {
+        which: table[chosen].groupby("name", sort=False).mean(numeric_only=True)
+        for which, chosen in (("first", table.layer == 0), ("last", last))
+    }
+    earlier = published_table("random_init_maps").set_index("model")
+    earlier = earlier.loc[[name for name in names if name in earlier.index]]
 
-    return {"families": families_figure(table)}
+    def draw(axis, values, tokens, marker: str, label: str, **look: Any) -> None:
+        share = values / (1 if axis is axes[0, 3] else tokens)
+        axis.plot(share, [places[name] for name in values.index], marker, label=label, **look)
 
-
-def claims(table, scale: str) -> Sequence[Claim]:
-    from ...report.plots import published_table
-
-    first = table[(table.family != "given") & (table.layer == 0)]
-    fresh = (
-        first.groupby(["name", "model_type", "qk_norm", "causal"], sort=False).mean(numeric_only=True).reset_index()
+    for axis, (column, label) in zip(axes[0], panels.items(), strict=True):
+        first, final = layers["first"], layers["last"]
+        draw(axis, first[column], first.tokens, "o", "first layer", color="#1b4f72", markersize=6)
+        grey = {"color": "0.4", "markersize": 12, "markeredgewidth": 1.5}
+        draw(axis, first[f"free_{column}"], first.tokens, "|", "content-free map", **grey)
+        hollow = {"color": "#1b4f72", "markersize": 6, "markerfacecolor": "white"}
+        draw(axis, final[column], final.tokens, "s", "last layer", **hollow)
+        if len(earlier) and table.tokens.max() > 100:
+            look = {"color": "#922b21", "markersize": 7}
+            draw(axis, earlier[column], earlier.n, "x", "earlier measurement, first layer", **look)
+        if column == "stable_rank":
+            axis.set_xscale("log")
+            axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+            axis.tick_params(axis="x", which="minor", labelbottom=False)
+        else:
+            axis.set_xlim(-0.02, 1.02)
+            axis.axvline(0.632, **DASHED, label="0.63 n: free hard choice")
+            axis.axvline(0.5, **GREY, linestyle=":", label="0.50 n: causal hard choice")
+        axis.set_xlabel(label)
+        axis.grid(True, color="0.92")
+    axes[0, 0].set_yticks(list(places.values()), list(places), fontsize=8)
+    axes[0, 0].set_ylim(0.3, len(names) + 0.7)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    one = table[table.family != "given"].iloc[0]
+    title = (
+        f"Attention maps of fresh models: width {int(one.hidden)}, {int(one.heads)} heads, {int(one.layers)} layer(s), "
+        f"{int(one.n)} random tokens (float32 maps)"
     )
-    plain = fresh[~fresh.qk_norm.astype(bool) & ~fresh.model_type.isin(["rank_encoder", "qwen3"])]
+    figure.suptitle(title, fontsize=12)
+    return {"families": figure}
+
+
+def listed(rows: pd.DataFrame, describe: Callable[[Any], str]) -> str:
+    return "; ".join(f"{row['name']} {describe(row)}" for _, row in rows.iterrows())
+
+
+def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+    first = table[(table.family != "given") & (table.layer == 0)]
+    names = ["name", "model_type", "qk_norm", "causal"]
+    fresh = first.groupby(names, sort=False).mean(numeric_only=True).reset_index()
+    normed = fresh.qk_norm.astype(bool)
+    plain = fresh[~normed & ~fresh.model_type.isin(["rank_encoder", "qwen3"])]
     encoders, decoders = plain[~plain.causal.astype(bool)], plain[plain.causal.astype(bool)]
-    both = "; ".join(f"{row['name']} {row.stable_rank:.2f}" for _, row in plain.iterrows())
+    shares = plain[["numerical_rank", "argmax_coverage"]].div(plain.tokens, axis=0)
     found = [
-        Claim(
+        ours(
             "At ordinary initialisation maps are nearly content-free: stable rank about 1 in encoders and 2 in decoders",
-            "ours",
-            "",
-            both,
-            bool((encoders.stable_rank < 1.5).all() and (decoders.stable_rank.between(1.7, 2.6)).all()),
+            listed(plain, lambda row: f"{row.stable_rank:.2f}"),
+            (encoders.stable_rank < 1.5).all() and decoders.stable_rank.between(1.7, 2.6).all(),
             "Required: below 1.5, and 1.7 to 2.6. First layer. The barrier of 0.63 n is about sharp maps: fresh models have none.",
         ),
-        Claim(
+        ours(
             "Causal maps have rank without content: those of fresh decoders are close to rows that spread evenly over the past",
-            "ours",
-            "",
-            "; ".join(
-                f"{row['name']} effective rank {row.effective_rank:.0f}, content-free {row.free_effective_rank:.0f}"
-                for _, row in decoders.iterrows()
+            listed(
+                decoders,
+                lambda row: f"effective rank {row.effective_rank:.0f}, content-free {row.free_effective_rank:.0f}",
             ),
-            bool((decoders.effective_rank / decoders.free_effective_rank).between(1 / CLOSE, CLOSE).all()),
+            (decoders.effective_rank / decoders.free_effective_rank).between(1 / CLOSE, CLOSE).all(),
             f"Required: the effective rank of such rows within a factor {CLOSE:g}. Content changes it by more where that fails.",
         ),
-        Claim(
+        published(
             "The barrier shows in initialised models: numerical rank (tolerance 0.01) and argmax coverage over n, first layer",
-            "A Rank Perspective, initialised models",
+            "initialised models",
             "0.63 n",
-            "; ".join(
-                f"{row['name']} {row.numerical_rank / row.tokens:.2f}, {row.argmax_coverage / row.tokens:.2f}"
-                for _, row in plain.iterrows()
+            listed(
+                plain, lambda row: f"{row.numerical_rank / row.tokens:.2f}, {row.argmax_coverage / row.tokens:.2f}"
             ),
-            bool(
-                (plain[["numerical_rank", "argmax_coverage"]].div(plain.tokens, axis=0))
-                .stack()
-                .between(0.6, 0.66)
-                .all()
-            ),
+            shares.stack().between(0.6, 0.66).all(),
             "Required: 0.60 to 0.66 for both, in every family. Their maps are soft, and what is counted depends on the tolerance.",
         ),
     ]
     earlier = published_table("random_init_maps").set_index("model")
     same = plain[plain.model_type.isin(earlier.index)].set_index("model_type")
     if scale != "smoke" and len(same):
-        text, good = [], True
-        for model, row in same.iterrows():
-            before = earlier.loc[model]
-            text.append(
-                f"{model} {row.effective_rank:.1f}, {row.stable_rank:.2f} ({before.effective_rank:g}, {before.stable_rank:g})"
-            )
-            good &= abs(row.stable_rank / before.stable_rank - 1) < 0.1
+        before = earlier.loc[same.index]
         found.append(
-            Claim(
+            ours(
                 "The stable rank of fresh BERT, ViT, GPT-2 and Llama (first layer) is that of an earlier measurement",
-                "ours",
-                "",
-                "; ".join(text),
-                bool(good),
-                "Required: within 10 %. Effective rank, then stable rank, in brackets those of the earlier measurement; Llama was narrower "
-                "then (512), and its ranks move with that.",
+                "; ".join(
+                    f"{model} {row.effective_rank:.1f}, {row.stable_rank:.2f} "
+                    f"({before.effective_rank[model]:g}, {before.stable_rank[model]:g})"
+                    for model, row in same.iterrows()
+                ),
+                ((same.stable_rank / before.stable_rank - 1).abs() < 0.1).all(),
+                "Required: within 10 %. Effective rank, then stable rank, in brackets those of the earlier measurement; Llama was "
+                "narrower then (512), and its ranks move with that.",
             )
         )
-    stock = fresh[~fresh.qk_norm.astype(bool)].groupby("model_type").mean(numeric_only=True)
-    normed = fresh[fresh.qk_norm.astype(bool) | (fresh.model_type == "qwen3")]
-    for model_type, row in normed.groupby("model_type", sort=False).mean(numeric_only=True).iterrows():
+    stock = fresh[~normed].groupby("model_type").mean(numeric_only=True)
+    ranks = first.pivot_table(index="seed", columns=["model_type", "qk_norm"], values="effective_rank")
+    with_norm = fresh[normed | (fresh.model_type == "qwen3")].groupby("model_type", sort=False)
+    for model_type, row in with_norm.mean(numeric_only=True).iterrows():
         # Qwen3 is Qwen2 with its queries and keys normed, in rows of root mean square 1
         other = {"qwen3": "qwen2", "rank_encoder": "rank_encoder"}.get(model_type, model_type.removeprefix("rank_"))
-        ranks = first.pivot_table(index="seed", columns=["model_type", "qk_norm"], values="effective_rank")
-        with_norm = ranks[model_type, model_type != "qwen3"]
+        ratios = ranks[model_type, model_type != "qwen3"] / ranks[other, False]
         found.append(
-            judge(
-                "effective rank with the norm over that without", with_norm / ranks[other, False], 1, ratio=True
-            ).claim(
+            judge("effective rank with the norm over that without", ratios, 1, ratio=True).claim(
                 f"{other}: QK-norm{' as in qwen3' if other == 'qwen2' else ''} raises the rank of fresh maps",
                 "ours",
                 "",

@@ -2,34 +2,44 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pandas as pd
+import torch
+
+from ...report.plots import new_figure
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim, every, judge
 from ..sweep.tolerances import CEILING
+from . import SOURCE, ours, published
+from ._drawing import DASHED, GREY, finish, style
+from ._random_maps import map_metrics, mean_metrics, soft_map
+from .saturation import crossing
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME = "mla"
 SHOWS = "DeepSeek-V3 attention with random weights: logit rank against the rule, map rank against its latent ranks"
 REVISION = 1
-SOURCE = "A Rank Perspective"
 
 # content width, rotary width, latent of keys, latent of queries
 RULES = [(32, 16, 24, 64), (32, 16, 100, 200), (32, 16, 100, 20), (8, 16, 100, None), (32, 16, 8, None), (4, 4, 2, 3)]
+VALUES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 BASE = {"nope": 64, "rope": 4, "kv": 128, "q": 192}
 V3 = {"nope": 128, "rope": 64, "kv": 512, "q": 1536}
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {"n": 96, "hidden": 128, "heads": 2, "rules": RULES[:3], "values": [2, 16], "seeds": 1, "v3": None},
-    "laptop": {
-        "n": 256, "hidden": 320, "heads": 4, "rules": RULES, "values": [1, 2, 4, 8, 16, 32, 64, 128], "seeds": 3,
-        "v3": {"n": 512, "hidden": 7168, "heads": 2},
-    },
-    "paper": {
-        "n": 1024, "hidden": 1280, "heads": 8, "rules": RULES, "values": [1, 2, 4, 8, 16, 32, 64, 128, 256], "seeds": 5,
-        "v3": {"n": 4096, "hidden": 7168, "heads": 2},
-    },
-}  # fmt: skip
+    "laptop": {"n": 256, "hidden": 320, "heads": 4, "rules": RULES, "values": VALUES[:8], "seeds": 3}
+    | {"v3": {"n": 512, "hidden": 7168, "heads": 2}},
+    "paper": {"n": 1024, "hidden": 1280, "heads": 8, "rules": RULES, "values": VALUES, "seeds": 5}
+    | {"v3": {"n": 4096, "hidden": 7168, "heads": 2}},
+}
 SWEPT = {"kv": "kv_lora_rank", "q": "q_lora_rank", "nope": "qk_nope_head_dim"}
+FIELDS = SWEPT | {"rope": "qk_rope_head_dim"}
 SHARPNESS = (1.0, 3.0)
 
 
@@ -54,29 +64,20 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     """One row: ranks of the form, of the logits and of all keys with their rules, and of the maps, mean over heads."""
-    import numpy as np
-    import torch
-
     from ...files.running import evaluating
     from ...probe import measure_weights
     from ...probe.logits import recording
     from ...theory import mla_ranks
-    from ._random_maps import map_metrics, mean_metrics, soft_map
 
-    model = latent_attention(parameters)
-    ids = torch.from_numpy(
-        np.random.default_rng(parameters["seed"]).permutation(4 * parameters["n"])[: parameters["n"]]
-    )
+    model, n = latent_attention(parameters), parameters["n"]
+    ids = torch.from_numpy(np.random.default_rng(parameters["seed"]).permutation(4 * n)[:n])
     shown: list[tuple[torch.Tensor, torch.Tensor]] = []
     with evaluating(model), recording(model, lambda query, key: shown.append((query[0], key[0]))):
         model(ids[None])
     query, key = shown[0]
     logits = query @ key.transpose(-1, -2)
     form = measure_weights(model, rtol=1e-9)
-    rule = mla_ranks(
-        parameters["n"], num_heads=parameters["heads"], qk_nope_head_dim=parameters["nope"],
-        qk_rope_head_dim=parameters["rope"], kv_lora_rank=parameters["kv"], q_lora_rank=parameters["q"],
-    )  # fmt: skip
+    rule = mla_ranks(n, num_heads=parameters["heads"], **widths_of(parameters))
     row = {
         "form_rank": int(form[form.metric == "numerical_rank"].value.max()),
         "logit_rank": max(exact_rank(head) for head in logits),
@@ -93,90 +94,128 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     return [row]
 
 
-def exact_rank(matrix) -> int:
-    """The rank of a float64 matrix, whose rounding is far below what counts and whose signal is far above."""
-    import torch
+def widths_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: parameters[name] for name, field in FIELDS.items()}
 
+
+def exact_rank(matrix: torch.Tensor) -> int:
+    """The rank of a float64 matrix: its rounding is far below the tolerance, its signal far above."""
     return int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
 
 
 def latent_attention(parameters: Mapping[str, Any]):
-    """One layer of DeepSeek-V3 with these widths and nothing else of its size, float64, weights as it initialises them."""
-    import torch
+    """One layer of DeepSeek-V3 with these widths, all else small, in float64, with weights as it initialises them."""
     from transformers import DeepseekV3Config, DeepseekV3Model
 
+    n, heads = parameters["n"], parameters["heads"]
     torch.manual_seed(parameters["seed"])
-    config = DeepseekV3Config(
-        hidden_size=parameters["hidden"], num_hidden_layers=1, num_attention_heads=parameters["heads"],
-        num_key_value_heads=parameters["heads"], qk_nope_head_dim=parameters["nope"], qk_rope_head_dim=parameters["rope"],
-        kv_lora_rank=parameters["kv"], q_lora_rank=parameters["q"], v_head_dim=16, intermediate_size=16,
-        first_k_dense_replace=1, vocab_size=4 * parameters["n"], max_position_embeddings=parameters["n"],
-    )  # fmt: skip
-    return DeepseekV3Model(config).double().eval()
+    sizes: dict[str, Any] = {
+        "hidden_size": parameters["hidden"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    small: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "v_head_dim": 16,
+        "intermediate_size": 16,
+    }
+    tokens: dict[str, Any] = {"vocab_size": 4 * n, "max_position_embeddings": n}
+    return DeepseekV3Model(DeepseekV3Config(**sizes, **widths_of(parameters), **small, **tokens)).double().eval()
 
 
-def figures(table, scale: str):
-    from ._figures_models import mla_figure
-
-    return {"mla": mla_figure(table)}
-
-
-def claims(table, scale: str) -> Sequence[Claim]:
-    from ...theory import saturation_width
-    from .saturation import crossing
-
-    checked = table[table.kind != "sweep"]
-    fits = (checked.form_rank == checked.form_rule) & (checked.logit_rank == checked.head_rule)
-    swept = table[table.kind == "sweep"]
-    fits_all = (
-        (table.form_rank == table.form_rule)
-        & (table.logit_rank == table.head_rule)
-        & (table.key_rank == table.keys_rule)
+def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+    """Logit rank against the rule, and map rank against each of the three widths."""
+    figure, axes = new_figure(2, 2, 12.5, 9.0)
+    draw_rule(axes[0, 0], table)
+    rows = table[table.kind == "sweep"]
+    n = int(rows.n.iloc[0])
+    curves = (
+        ("argmax_coverage_none_1", "hard, no mask", 0),
+        ("argmax_coverage_causal_1", "hard, causal", 5),
+        ("effective_rank_none_3", "softmax s = 3, effective rank, no mask", 1),
+        ("effective_rank_causal_3", "softmax s = 3, effective rank, causal", 6),
+        ("effective_rank_none_1", "softmax s = 1, effective rank, no mask", 4),
+        ("rank_0.01_none_1", "softmax s = 1, rank at tolerance 0.01, no mask", 7),
     )
-    content = checked.logit_rank > checked.form_rank
+    for axis, (swept, name) in zip(axes.flat[1:], SWEPT.items(), strict=True):
+        part = rows[rows.swept == swept]
+        for column, label, place in curves:
+            values = part.groupby(swept)[column].mean() / n
+            axis.plot(values.index, values, **style(place), label=label)
+        axis.axhline(0.632, **DASHED, label="0.63 n: free hard choice")
+        axis.axhline(0.5, **GREY, linestyle=(0, (1, 1)), label="0.50 n: causal hard choice")
+        others = ", ".join(f"{SWEPT[key]} {int(part[key].iloc[0])}" for key in SWEPT if key != swept)
+        title = f"{others}, qk_rope_head_dim {int(part.rope.iloc[0])}, n {n}"
+        finish(axis, title, part[swept], name, size=9, ylim=(0, 1.05), ylabel="rank / n, mean head")
+    handles, labels = axes[0, 1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    title = "Latent attention of DeepSeek-V3, random weights (s: standard deviation of the logits)"
+    figure.suptitle(title, fontsize=12)
+    return {"mla": figure}
+
+
+def draw_rule(axis: "Axes", table: pd.DataFrame) -> None:
+    top = table[["form_rule", "head_rule", "keys_rule"]].max().max() * 1.3
+    axis.plot([1, top], [1, top], color="0.5", linewidth=0.9, label="rule = measured")
+    kinds = (
+        ("form_rule", "form_rank", "form of a head (one distance)", "o", 0, 11, "none"),
+        ("head_rule", "logit_rank", "logits of a head (with rotary positions)", "s", 5, 8, "none"),
+        ("keys_rule", "key_rank", "keys of all heads", "^", 6, 5, None),
+    )
+    for rule, column, name, marker, place, size, face in kinds:
+        look = {"color": style(place)["color"], "markersize": size, "markerfacecolor": face}
+        axis.plot(table[rule], table[column], marker, **look, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    labels: dict[str, Any] = {"xlabel": "rank by the rule", "ylabel": "rank measured (float64, tolerance 1e-9)"}
+    finish(axis, f"{len(table)} random models", **labels)
+    axis.legend(fontsize=7, loc="upper left")
+
+
+def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+    from ...theory import saturation_width
+
+    checked, swept = table[table.kind != "sweep"], table[table.kind == "sweep"]
+    fits = (table.form_rank == table.form_rule) & (table.logit_rank == table.head_rule)
+    content = checked[checked.logit_rank > checked.form_rank]
     found = [
-        Claim(
+        ours(
             "The form of a head has rank min(q latent, min(content, kv latent) + rotary width), all keys side by side "
             "min(heads x content, kv latent) + rotary width",
-            "ours",
-            "",
             ", ".join(
                 f"({row.nope}, {row.rope}, {row.kv}, {'-' if row.q != row.q else int(row.q)}): {row.form_rank} of {row.form_rule}"
                 for row in checked.drop_duplicates(["nope", "rope", "kv", "q"]).itertuples()
             ),
-            bool(fits.all() and fits_all.all()),
+            (fits & (table.key_rank == table.keys_rule)).all(),
             f"Content, rotary, kv latent, q latent; all {len(table)} random models agree exactly.",
         ),
-        Claim(
+        ours(
             "Rotary positions raise the rank of the logits above that of the form where the query latent is narrow",
-            "ours",
-            "",
             ", ".join(
                 f"{row.logit_rank} against {row.form_rank}"
-                for row in checked[content].drop_duplicates("logit_rank").itertuples()
+                for row in content.drop_duplicates("logit_rank").itertuples()
             )
             or "no narrow latent here",
-            bool(content.any()),
+            len(content),
             "They turn the queries after their latent, so it bounds the content part alone.",
         ),
     ]
-    n = int(swept.n.iloc[0])
-    column = "argmax_coverage_none_1"
+    n, column = int(swept.n.iloc[0]), "argmax_coverage_none_1"
     for name, title in SWEPT.items():
-        curve = swept[swept.swept == name].groupby(name)[[column, "argmax_coverage_causal_1"]].mean() / n
-        values = curve[column]
-        ends = swept[swept.swept == name].pivot(index="seed", columns=name, values=column) / n
+        rows = swept[swept.swept == name]
+        curve = rows.groupby(name)[[column, "argmax_coverage_causal_1"]].mean() / n
+        ends = rows.pivot(index="seed", columns=name, values=column) / n
+        required = (
+            judge("rank over n at the largest value", ends.iloc[:, -1], 0.63 - CEILING, 0.63 + CEILING),
+            judge("rise over n", ends.iloc[:, -1] - ends.iloc[:, 0], least=0),
+        )
         found.append(
-            every(
-                (
-                    judge("rank over n at the largest value", ends.iloc[:, -1], 0.63 - CEILING, 0.63 + CEILING),
-                    judge("rise over n", ends.iloc[:, -1] - ends.iloc[:, 0], least=0),
-                )
-            ).claim(
+            every(required).claim(
                 f"The rank of hard maps rises with {title} and stops at 0.63 n",
                 f"{SOURCE}, MLA",
                 "same picture as for ordinary heads",
-                ", ".join(f"{int(value)}: {share:.2f}" for value, share in values.items())
+                ", ".join(f"{int(value)}: {share:.2f}" for value, share in curve[column].items())
                 + f"; causal {curve.argmax_coverage_causal_1.iloc[-1]:.2f}",
                 "Without the causal mask that the model has; with it the ceiling is 0.50 n.",
                 no="It rises, and stops lower: the two widths that are not varied limit the rank as well.",
@@ -184,28 +223,27 @@ def claims(table, scale: str) -> Sequence[Claim]:
         )
     kv = swept[swept.swept == "kv"].groupby("kv")[column].mean() / n
     widths = [int(width) for width in kv.index]
-    reached = [crossing(widths, kv.tolist(), share * kv.iloc[-1]) or float("nan") for share in (0.5, 0.75, 0.9)]
-    ordinary = [saturation_width(n, share) for share in (0.5, 0.75, 0.9)]
+    shares = (0.5, 0.75, 0.9)
+    half, most, nearly = (crossing(widths, kv.tolist(), share * kv.iloc[-1]) or float("nan") for share in shares)
+    ordinary = [f"{saturation_width(n, share):.0f}" for share in shares]
     found.append(
-        Claim(
+        published(
             "Rank saturates in kv_lora_rank, far below the widths that are used",
-            f"{SOURCE}, MLA (model reduction)",
+            "MLA (model reduction)",
             "",
-            f"half, 75 % and 90 % of the rank at {widths[-1]} from {reached[0]:.0f}, {reached[1]:.0f} and {reached[2]:.0f} on",
-            bool(reached[2] < widths[-1] / 2),
-            f"Required: 90 % below half of the largest. No earlier than ordinary heads, which by the mean-field law need widths of {ordinary[0]:.0f}, {ordinary[1]:.0f} and "
-            f"{ordinary[2]:.0f} for these shares of the ceiling at n = {n}.",
+            f"half, 75 % and 90 % of the rank at {widths[-1]} from {half:.0f}, {most:.0f} and {nearly:.0f} on",
+            nearly < widths[-1] / 2,
+            "Required: 90 % below half of the largest. No earlier than ordinary heads, which by the mean-field law need widths "
+            f"of {ordinary[0]}, {ordinary[1]} and {ordinary[2]} for these shares of the ceiling at n = {n}.",
         )
     )
     for row in table[table.kind == "v3"].groupby("n").mean(numeric_only=True).reset_index().itertuples():
         free, causal = row.argmax_coverage_none_1 / row.n, row.argmax_coverage_causal_1 / row.n
         found.append(
-            Claim(
+            ours(
                 "At DeepSeek-V3's own widths (128 + 64, latents 512 and 1536, hidden 7168) a head has query-key rank 192",
-                "ours",
-                "",
                 f"{row.logit_rank:.0f}; hard maps {free:.2f} n, causal {causal:.2f} n (n {int(row.n)})",
-                bool(row.logit_rank == 192),
+                row.logit_rank == 192,
                 "kv_lora_rank limits the keys of all heads together, not those of one.",
             )
         )

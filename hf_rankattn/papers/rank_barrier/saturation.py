@@ -3,34 +3,40 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+import torch
+
+from ...report.plots import new_figure, published_table
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim
+from . import ours, published
+from ._drawing import DASHED, LAW, draw_deviations, draw_sizes, finish, level, style
+from ._random_maps import KEYS, generator, hard_columns, random_heads
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME = "saturation"
 SHOWS = "head width at which the rank of random maps reaches 50, 75, 90 % of its ceiling, against n, with both laws"
 REVISION = 1
-SOURCE = "A Rank Perspective"
 
-REACHED = (0.5, 0.75, 0.9)
+# share of the ceiling -> its column in published/saturation.csv
+REACHED = {0.5: "d50", 0.75: "d75", 0.9: "d90"}
 GAUSSIAN = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256]
 UNIT = [2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64]
+SIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "smoke": {
-        "hard": [64, 512], "columns": 6144, "gaussian": [3, 4, 5, 6, 9, 12, 15, 32, 64, 128], "unit": [2, 3, 4, 8],
-        "soft": [], "draws": 1,
-    },
-    "laptop": {
-        "hard": [32, 64, 128, 256, 512, 1024, 2048, 4096], "columns": 32768, "gaussian": GAUSSIAN, "unit": UNIT,
-        "soft": [64, 128, 256, 512], "draws": 3,
-    },
-    "paper": {
-        "hard": [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384], "columns": 262144,
-        "gaussian": [*GAUSSIAN, 320, 384, 512, 768, 1024], "unit": UNIT, "soft": [64, 128, 256, 512, 1024, 2048], "draws": 8,
-    },
-}  # fmt: skip
+    "smoke": {"hard": [64, 512], "columns": 6144, "soft": [], "draws": 1}
+    | {"gaussian": [3, 4, 5, 6, 9, 12, 15, 32, 64, 128], "unit": [2, 3, 4, 8]},
+    "laptop": {"hard": SIZES[:8], "columns": 32768, "soft": SIZES[1:5], "draws": 3}
+    | {"gaussian": GAUSSIAN, "unit": UNIT},
+    "paper": {"hard": SIZES, "columns": 262144, "soft": SIZES[1:7], "draws": 8}
+    | {"gaussian": [*GAUSSIAN, 320, 384, 512, 768, 1024], "unit": UNIT},
+}
 
 
 def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
@@ -38,19 +44,11 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
     found = []
     for axis in grid(n=setting["hard"], keys=["gaussian", "unit"], seed=draws):
         many = max(2, setting["columns"] // axis["n"])
-        found.append(
-            Cell(
-                {"kind": "hard", **axis, "sharpness": None, "widths": setting[axis["keys"]], "draws": many},
-                cost=many * axis["n"] ** 2,
-            )
-        )
+        parameters = {"kind": "hard", **axis, "sharpness": None, "widths": setting[axis["keys"]], "draws": many}
+        found.append(Cell(parameters, cost=many * axis["n"] ** 2))
     for axis in grid(n=setting["soft"], keys=["gaussian", "unit"], sharpness=[1.0, 3.0], seed=draws):
-        found.append(
-            Cell(
-                {"kind": "soft", **axis, "widths": setting[axis["keys"]], "draws": setting["draws"]},
-                cost=setting["draws"] * axis["n"] ** 3,
-            )
-        )
+        parameters = {"kind": "soft", **axis, "widths": setting[axis["keys"]], "draws": setting["draws"]}
+        found.append(Cell(parameters, cost=setting["draws"] * axis["n"] ** 3))
     return found
 
 
@@ -71,7 +69,6 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
 def hard_shares(parameters: Mapping[str, Any]) -> list[float]:
     """Columns hit, over n, for each width; and the ceiling that is known."""
     from ...theory import distinct_columns
-    from ._random_maps import KEYS, generator, hard_columns
 
     n, keys = parameters["n"], parameters["keys"]
     found = []
@@ -84,10 +81,6 @@ def hard_shares(parameters: Mapping[str, Any]) -> list[float]:
 
 def soft_shares(parameters: Mapping[str, Any]) -> list[float]:
     """Effective rank over n of softmax maps for each width; and that of independent logits, the ceiling."""
-    import torch
-
-    from ._random_maps import generator, random_heads
-
     n, keys = parameters["n"], parameters["keys"]
     found = []
     for width in (*parameters["widths"], None):
@@ -119,7 +112,7 @@ def crossing(widths: Sequence[int], values: Sequence[float], goal: float) -> flo
     return None
 
 
-def complete(table):
+def complete(table: pd.DataFrame) -> pd.DataFrame:
     """Both laws beside the widths that were found: ln n, and m^4/2 of the largest of n normal numbers."""
     from ...theory import expected_maximum
 
@@ -129,15 +122,80 @@ def complete(table):
     )
 
 
-def figures(table, scale: str):
-    from ._figures import saturation_figure
+def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+    """Widths against n with both laws; the same divided by them; and the curves they are read from."""
+    widths = table[(table.what == "width") & table["width"].notna()]
+    hard, soft = widths[widths.kind == "hard"], widths[widths.kind == "soft"]
+    figure, axes = new_figure(2, 2, 12.5, 9.0)
+    draw_widths(axes[0, 0], hard)
+    draw_ratios(axes[0, 1], hard[hard["keys"] == "gaussian"])
+    draw_curves(axes[1, 0], table[(table.what == "curve") & (table.kind == "hard")])
+    if len(soft):
+        draw_soft_widths(axes[1, 1], soft[soft.reached == 0.75])
+    else:
+        axes[1, 1].set_axis_off()
+    figure.suptitle("From which head width on does more width add no rank?", fontsize=12)
+    return {"saturation": figure}
 
-    return {"saturation": saturation_figure(table)}
+
+def draw_widths(axis: "Axes", hard: pd.DataFrame) -> None:
+    earlier = published_table("saturation").set_index("n")
+    for place, (reached, column) in zip((0, 5, 6), REACHED.items(), strict=True):
+        rows = hard[(hard.reached == reached) & (hard["keys"] == "gaussian")].groupby("n").mean(numeric_only=True)
+        look = style(place) | {"linestyle": "none"}
+        axis.plot(rows.index, rows["width"], **look, label=f"{reached:.0%} of the ceiling, Gaussian keys")
+        axis.plot(earlier.index, earlier[column], **look | {"markersize": 9}, markerfacecolor="none")
+        for law, line in (("half_m4", "-"), ("log_n", ":")) if len(rows) else ():
+            factor = rows["width"].iloc[-1] / rows[law].iloc[-1]
+            axis.plot(rows.index, factor * rows[law], line, color=look["color"], linewidth=0.9)
+    unit = hard[(hard.reached == 0.9) & (hard["keys"] == "unit")].groupby("n")["width"].mean()
+    look = style(8) | {"linestyle": "--"}
+    axis.plot(unit.index, unit, **look, markerfacecolor="white", label="90 %, unit keys (QK-norm)")
+    axis.plot([], [], "o", color="0.3", markerfacecolor="none", markersize=9, label="hollow: earlier simulation")
+    axis.plot([], [], "-", color="0.3", linewidth=0.9, label="m^4/2 ~ 2 (ln n)^2, through the last point")
+    axis.plot([], [], ":", color="0.3", linewidth=0.9, label="ln n (published), through the last point")
+    labels: dict[str, Any] = {"xlabel": "tokens n", "ylabel": "query-key width of a head"}
+    finish(axis, "Hard attention", hard.n, yscale="log", ylim=(1.5, 900), **labels)
+    axis.legend(fontsize=7, loc="upper left", ncols=2)
 
 
-def claims(table, scale: str) -> Sequence[Claim]:
-    from ...report.plots import published_table
+def draw_ratios(axis: "Axes", hard: pd.DataFrame) -> None:
+    for place, reached in zip((0, 5, 6), REACHED, strict=True):
+        rows = hard[hard.reached == reached].groupby("n").mean(numeric_only=True)
+        for law, name, line, face in (("half_m4", "(m^4/2)", "-", None), ("log_n", "ln n", ":", "white")):
+            ratio = rows["width"] / rows[law]
+            look = style(place) | {"linestyle": line, "markerfacecolor": face}
+            if len(ratio):
+                axis.plot(ratio.index, ratio / ratio.iloc[-1], **look, label=f"{reached:.0%}: width / {name}")
+    axis.axhline(1, **DASHED)
+    labels: dict[str, Any] = {"xlabel": "tokens n", "ylabel": "width over the law, relative to the largest n"}
+    finish(axis, "Which law is flat?", hard.n, ylim=(0, 1.5), **labels)
+    axis.legend(fontsize=7, loc="lower right", ncols=2)
 
+
+def draw_curves(axis: "Axes", rows: pd.DataFrame) -> None:
+    sizes = sorted(rows.n.unique())
+    shown = sizes if len(sizes) < 5 else sizes[1::2]
+    draw_sizes(axis, rows.assign(share=rows.value / rows.ceiling), "share", shown)
+    for height in REACHED:
+        level(axis, height, f"{height:.0%}", 0.99)
+    ylabel = "columns chosen / ceiling n(1 - (1 - 1/n)^n)"
+    finish(axis, "Hard attention (hollow: unit keys)", rows["width"], ylim=(0, 1.08), ylabel=ylabel)
+    axis.legend(fontsize=7, loc="lower right", bbox_to_anchor=(0.95, 0.0))
+
+
+def draw_soft_widths(axis: "Axes", soft: pd.DataFrame) -> None:
+    draw_deviations(axis, soft, "n", "width", (0, 1, 6, 7))
+    for _, rows in soft[soft["keys"] == "unit"].groupby("sharpness"):
+        points = rows.groupby("n")[["width", "log_n"]].mean()
+        axis.plot(points.index, points["width"].iloc[0] / points.log_n.iloc[0] * points.log_n, ":", **LAW)
+    axis.plot([], [], ":", **LAW, label="ln n, through the first point")
+    labels: dict[str, Any] = {"xlabel": "tokens n", "ylabel": "width for 75 % of the effective rank of free logits"}
+    finish(axis, "Softmax, effective rank", soft.n, yscale="log", **labels)
+    axis.legend(fontsize=7, loc="upper left")
+
+
+def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
     widths = table[(table.what == "width") & table["width"].notna()]
     hard = widths[(widths.kind == "hard") & (widths["keys"] == "gaussian")]
     halves = hard[hard.reached == 0.5].groupby("n").mean(numeric_only=True)
@@ -145,64 +203,51 @@ def claims(table, scale: str) -> Sequence[Claim]:
     ratio, expected = halves["width"][large] / halves["width"][small], math.log(large) / math.log(small)
     square = halves.half_m4[large] / halves.half_m4[small]
     found = [
-        Claim(
+        published(
             "Rank saturates from a width that grows at least like ln n (Gaussian keys, hard maps)",
-            f"{SOURCE}, model reduction",
+            "model reduction",
             "Omega(log n)",
             "half of the ceiling at " + ", ".join(f"n {n}: {width:.1f}" for n, width in halves["width"].items()),
-            bool(ratio >= expected * 0.95),
+            ratio >= expected * 0.95,
             f"Required: a growth of at least {0.95 * expected:.2f} from n = {small} to {large}, 95 % of that of ln n.",
         ),
-        Claim(
-            f"The width that saturates is a constant times ln n: from n = {small} to {large} it grows by ln {large} / ln {small} = "
-            f"{expected:.2f}",
-            f"{SOURCE}, model reduction (read as a rule by us; no factor is published)",
+        published(
+            f"The width that saturates is a constant times ln n: from n = {small} to {large} it grows by ln {large} / "
+            f"ln {small} = {expected:.2f}",
+            "model reduction (read as a rule by us; no factor is published)",
             "",
             f"{ratio:.2f}; (ln n)^2 as m_n^4/2: {square:.2f}",
-            bool(abs(ratio - expected) < 0.25),
+            abs(ratio - expected) < 0.25,
             "Required: within 0.25. It grows like (ln n)^2: a lower bound is not contradicted, a rule of thumb is.",
         ),
     ]
-    for reached, name in zip(REACHED, ("d50", "d75", "d90"), strict=True):
+    for reached, name in REACHED.items():
         rows = hard[hard.reached == reached].groupby("n").mean(numeric_only=True)
         rows = rows[rows.index >= 64]
-        drift = {law: rows["width"] / rows[law] for law in ("log_n", "half_m4")}
-        spread = {law: values.max() / values.min() for law, values in drift.items()}
-        found.append(
-            Claim(
-                f"The width of {reached:.0%} of the ceiling is a constant times m_n^4/2, not times ln n (n from 64)",
-                "ours",
-                "",
-                f"over m^4/2 {drift['half_m4'].min():.2f} to {drift['half_m4'].max():.2f}; over ln n "
-                f"{drift['log_n'].min():.1f} to {drift['log_n'].max():.1f}",
-                bool(spread["half_m4"] < 1.25 < spread["log_n"]),
-                "Required: the largest is less than 1.25 times the smallest, and more with ln n.",
-            )
-        )
+        square, log = rows["width"] / rows.half_m4, rows["width"] / rows.log_n
         earlier = published_table("saturation").set_index("n")[name]
         error = (rows["width"] / earlier.reindex(rows.index) - 1).abs().max()
-        found.append(
-            Claim(
+        found += [
+            ours(
+                f"The width of {reached:.0%} of the ceiling is a constant times m_n^4/2, not times ln n (n from 64)",
+                f"over m^4/2 {square.min():.2f} to {square.max():.2f}; over ln n {log.min():.1f} to {log.max():.1f}",
+                square.max() / square.min() < 1.25 < log.max() / log.min(),
+                "Required: the largest is less than 1.25 times the smallest, and more with ln n.",
+            ),
+            ours(
                 f"Simulated widths of {reached:.0%} of the ceiling are those of an earlier simulation",
-                "ours",
-                "",
                 ", ".join(f"{n}: {width:.3g} ({earlier.get(n, math.nan):g})" for n, width in rows["width"].items()),
-                bool(error < 0.12),
+                error < 0.12,
                 "Required: within 12 %. In brackets the earlier simulation.",
-            )
-        )
-    unit = (
-        widths[(widths.kind == "hard") & (widths["keys"] == "unit") & (widths.reached == 0.9)]
-        .groupby("n")["width"]
-        .mean()
-    )
+            ),
+        ]
+    unit = widths[(widths.kind == "hard") & (widths["keys"] == "unit") & (widths.reached == 0.9)]
+    unit = unit.groupby("n")["width"].mean()
     found.append(
-        Claim(
+        ours(
             "With keys of unit length (QK-norm) the width of 90 % of the ceiling does not depend on n",
-            "ours",
-            "",
             ", ".join(f"n {n}: {width:.1f}" for n, width in unit.items()),
-            bool(unit.max() < 4 and unit.max() - unit.min() < 1),
+            unit.max() < 4 and unit.max() - unit.min() < 1,
             "Required: widths that differ by less than 1.",
         )
     )
@@ -210,18 +255,12 @@ def claims(table, scale: str) -> Sequence[Claim]:
     if len(soft):
         by = soft.groupby(["keys", "n"])["width"].mean()
         per_log = {keys: by[keys] / [math.log(n) for n in by[keys].index] for keys in ("gaussian", "unit")}
+        normed, plain = per_log["unit"], per_log["gaussian"]
         found.append(
-            Claim(
+            ours(
                 "Soft maps (deviation 3, effective rank): with QK-norm the ln n law holds, with Gaussian keys it does not",
-                "ours",
-                "",
-                "; ".join(
-                    f"{keys}: {values.iloc[0]:.2f} to {values.iloc[-1]:.2f} ln n" for keys, values in per_log.items()
-                ),
-                bool(
-                    per_log["unit"].max() / per_log["unit"].min() < 1.25
-                    and per_log["gaussian"].iloc[-1] / per_log["gaussian"].iloc[0] > 1.25
-                ),
+                "; ".join(f"{keys}: {own.iloc[0]:.2f} to {own.iloc[-1]:.2f} ln n" for keys, own in per_log.items()),
+                normed.max() / normed.min() < 1.25 and plain.iloc[-1] / plain.iloc[0] > 1.25,
                 "Required: the multiple of ln n stays within a factor 1.25 with QK-norm, and not without. Width for 75 % of the "
                 "effective rank of independent logits; at deviation 1 the law holds with neither.",
             )
