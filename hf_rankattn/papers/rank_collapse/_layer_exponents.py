@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from ...families.architectures import family_of, layers_of
@@ -19,9 +20,6 @@ from ...report.plots import STYLES, new_figure
 from ..sweep.judging import Claim
 from ._subjects import AXIS, Batch, fresh_model, inputs_of, layer_axis, number
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # title -> model type, config fields, change to the layer: layers whose exponent is measured
 LAYERS: dict[str, tuple[str, dict[str, Any], str | None]] = {
@@ -93,7 +91,7 @@ def residual_after(model: PreTrainedModel, batch: Batch, size: float, seed: int,
     return composite_norm(residual(states))[0].item()
 
 
-def exponents_figure(table: pd.DataFrame) -> "Figure":
+def exponents_figure(table: pd.DataFrame) -> Figure:
     """Left: attention alone under each mask, in float64. Right: the exponent of one layer of each family."""
     figure, axes = new_figure(1, 2, 13.0, 5.4, width_ratios=[1.1, 1.0])
     left, right = axes[0]

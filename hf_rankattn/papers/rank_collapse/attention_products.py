@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from ...probe.isolated import path_products
 from ...report.plots import STYLES, new_figure
@@ -21,9 +22,6 @@ from ._subjects import (
     shared_legend,
 )
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "attention-products"
 SHOWS = "residual of chained attention maps against the length of the path, in the theorem's and the published order"
@@ -75,7 +73,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     ]
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     figure, axes = new_figure(1, 1, 8.4, 5.8)
     axis = axes[0, 0]
     styles = iter([*STYLES, ("P", "--", "0.2")])

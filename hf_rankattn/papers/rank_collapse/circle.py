@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from ...models import RankEncoderConfig, RankEncoderForPointRegression
@@ -18,9 +19,6 @@ from ..sweep.tolerances import CIRCLE_STEPS
 from ._row_training import RowTraining, train_rows
 from ._subjects import shared_legend
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "circle"
 SHOWS = "trajectories of two points under a recurrent attention layer, without skip, with skip, with MLP, over widths"
@@ -102,11 +100,11 @@ def trajectory(model: nn.Module, points: torch.Tensor, accumulated: bool) -> lis
     return rows
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     return {"circle": trajectory_figure(table), "circle-gaps": gap_figure(table)}
 
 
-def trajectory_figure(table: pd.DataFrame) -> "Figure":
+def trajectory_figure(table: pd.DataFrame) -> Figure:
     """Trajectories of both points for the first seed: a row of panels per variant, a panel per width."""
     variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
     size = max(8.0, 3.1 * len(widths) + 1), 3.0 * len(variants) + 1
@@ -139,7 +137,7 @@ def trajectory_figure(table: pd.DataFrame) -> "Figure":
     return figure
 
 
-def gap_figure(table: pd.DataFrame) -> "Figure":
+def gap_figure(table: pd.DataFrame) -> Figure:
     variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
     figure, axes = new_figure(1, len(widths), max(8.0, 3.9 * len(widths) + 1), 4.8, sharey=True)
     for axis, width in zip(axes[0], widths, strict=True):

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from transformers import BertConfig, BertModel
 
 from ... import theory
@@ -15,9 +16,6 @@ from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim
 from ._subjects import mean_and_band
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "path-counts"
 SHOWS = "the lengths of all paths through named architectures, and small networks taken apart path by path"
@@ -79,7 +77,7 @@ def taken_apart(layers: int, heads: int, hidden: int, tokens: int, skip: bool, s
     ]
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Left: the distribution of path lengths. Right: the residual of the paths of small networks, by length."""
     figure, axes = new_figure(1, 2, 13.0, 5.2, width_ratios=[1.25, 1.0])
     left, right = axes[0]

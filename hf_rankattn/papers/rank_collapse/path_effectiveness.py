@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from ...models import RankEncoderConfig, RankEncoderForTokenClassification
@@ -19,10 +21,6 @@ from ..sweep.tolerances import ACCURACY, ALL_PATHS, PATH_ACCURACY, REFERENCE
 from ._row_training import RowTraining, train_rows
 from ._subjects import mean_and_band, shared_legend
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "path-effectiveness"
 SHOWS = "accuracy on sorting, hulls and memorization of single paths and of exact parts of the output, by path length"
@@ -170,7 +168,7 @@ def task_model(parameters: Mapping[str, Any], builder: Any) -> RankEncoderForTok
     return RankEncoderForTokenClassification(config)
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """A column for each task: isolated paths above, exact parts of the output below."""
     tasks = list(dict.fromkeys(table.task))
     published = published_table("path_effectiveness").set_index("task")
@@ -203,7 +201,7 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
     return {"path-effectiveness": figure}
 
 
-def reference_lines(axis: "Axes", rows: pd.DataFrame, published: pd.Series, baseline: tuple[str, str]) -> None:
+def reference_lines(axis: Axes, rows: pd.DataFrame, published: pd.Series, baseline: tuple[str, str]) -> None:
     """Our accuracies solid and the published ones dashed, with their names to the right of all points."""
     column, seen = baseline
     longest = float(rows.length.max())

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from ...families.architectures import family_of, layers_of
@@ -33,10 +35,6 @@ from ._subjects import (
     shared_legend,
 )
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "residuals"
 SHOWS = "relative residual by layer in four variants: BERT, ALBERT, XLNet, every other family, and any checkpoint"
@@ -170,7 +168,7 @@ def published_curve(model: str, weights: str, variant: str) -> pd.Series:
     return rows.set_index("layer").value
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Filled markers are ours; hollow ones are read off the published figures."""
     found = {f"residuals-init-{inputs}": initial_figure(table, inputs) for inputs in ("ids", "text")}
     found["residuals-pretrained"] = pretrained_figure()
@@ -182,7 +180,7 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
     return found
 
 
-def draw_curves(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_curves(axis: Axes, rows: pd.DataFrame) -> None:
     """One line for each variant: mean over seeds, band over texts and seeds."""
     for variant, (name, line, marker, colour) in LOOKS.items():
         for tricked in ("", TRICKED):
@@ -198,7 +196,7 @@ def draw_curves(axis: "Axes", rows: pd.DataFrame) -> None:
             axis.plot(found.index, found.value, line, **look)
 
 
-def draw_published(axis: "Axes", model: str, weights: str, variants: Sequence[str] = tuple(LOOKS)) -> None:
+def draw_published(axis: Axes, model: str, weights: str, variants: Sequence[str] = tuple(LOOKS)) -> None:
     for variant in variants:
         _, line, marker, _ = LOOKS[variant]
         curve = published_curve(model, weights, variant)
@@ -206,7 +204,7 @@ def draw_published(axis: "Axes", model: str, weights: str, variants: Sequence[st
         axis.plot(curve.index, curve, line, color="0.4", linewidth=0.8, **hollow)
 
 
-def initial_figure(table: pd.DataFrame, inputs: str) -> "Figure":
+def initial_figure(table: pd.DataFrame, inputs: str) -> Figure:
     """A column for each family: variants without skips above, on a logarithmic axis, those with skips below."""
     rows = table[(table.kind == "init") & (table.inputs == inputs)]
     models = list(dict.fromkeys(rows.model))
@@ -236,7 +234,7 @@ def initial_figure(table: pd.DataFrame, inputs: str) -> "Figure":
     return figure
 
 
-def pretrained_figure() -> "Figure":
+def pretrained_figure() -> Figure:
     """The published curves of pretrained models; to compute them again takes the published weights."""
     figure, axes = new_figure(1, 3, 12.6, 4.6, sharey=True)
     for axis, (model, title) in zip(axes[0], NAMES.items(), strict=True):
@@ -252,7 +250,7 @@ def pretrained_figure() -> "Figure":
     return figure
 
 
-def checkpoint_figure(rows: pd.DataFrame) -> "Figure":
+def checkpoint_figure(rows: pd.DataFrame) -> Figure:
     figure, axes = new_figure(1, 1, 8.4, 5.0)
     axis, published = axes[0, 0], None
     draw_curves(axis, rows)
@@ -268,7 +266,7 @@ def checkpoint_figure(rows: pd.DataFrame) -> "Figure":
     return figure
 
 
-def family_figure(rows: pd.DataFrame) -> "Figure":
+def family_figure(rows: pd.DataFrame) -> Figure:
     """A small panel for each family with fresh weights."""
     models = list(dict.fromkeys(rows.model))
     lines = -(-len(models) // 4)
