@@ -145,14 +145,16 @@ def number(value: float) -> str:
     return f"{value:.3f}" if value >= 0.01 else f"{value:.1e}"
 
 
-def shared_legend(figure: Figure, axes: Sequence[Axes], published: str | None = None, columns: int = 3) -> None:
-    """One legend below all panels, with the labels of some of them and one for the published curves."""
+def titled(figure: Figure, title: str, axes: Sequence[Axes], published: str | None = None, columns: int = 3) -> Figure:
+    """The figure with a title and one legend below all panels: the labels of `axes` and one for the published curves."""
+    figure.suptitle(title, fontsize=11)
     entries = [entry for axis in axes for entry in zip(*axis.get_legend_handles_labels(), strict=True)]
     if published:
         line = Line2D([], [], color="0.4", marker="o", markerfacecolor="white", linewidth=0.8, markersize=4)
         entries.append((line, published))
     handles, labels = zip(*entries, strict=True)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    return figure
 
 
 def mean_and_band(axis: Axes, groups: Any, style: tuple[str, str, str], label: str, size: float = 5) -> None:
