@@ -5,8 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from transformers import DeepseekV3Config
 
 from hf_rankattn import theory
+from hf_rankattn.probe.weights import rank_limit
 
 
 class TestOccupancy:
@@ -98,17 +100,8 @@ class TestOccupancy:
         for n, widths in published.items():
             for reached, width in zip((0.5, 0.75, 0.9), widths, strict=True):
                 assert theory.saturation_width(n, reached) == pytest.approx(width, rel=0.16 if n == 64 else 0.05)
-        ratio = theory.saturation_width(512, 0.5, law="log_normal") / theory.saturation_width(
-            64, 0.5, law="log_normal"
-        )
-        assert 2.35 < ratio < 2.9
-
-    def test_measured_saturation_grows_faster_than_the_logarithm(self):
-        halfway = {}
-        for n, widths in ((64, (3, 4, 5, 6, 7)), (512, (9, 11, 13, 15))):
-            seen = [self.measured(n, d, count=60 if n == 64 else 12) for d in widths]
-            halfway[n] = math.exp(np.interp(theory.distinct_columns(n) / n / 2, seen, np.log(widths)))
-        assert 2.35 < halfway[512] / halfway[64] < 2.9
+        few, many = (theory.saturation_width(n, 0.5, law="log_normal") for n in (64, 512))
+        assert 2.35 < many / few < 2.9
 
 
 class TestRankRules:
@@ -122,26 +115,12 @@ class TestRankRules:
             [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], 1
         )
 
-    @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-    def test_grouped_queries(self, dtype):
-        rng, n, hidden, width = np.random.default_rng(0), 128, 96, 32
-        x = rng.standard_normal((n, hidden))
-        queries = [x @ rng.standard_normal((hidden, width)) / hidden**0.5 for _ in range(4)]
-        keys = [x @ rng.standard_normal((hidden, width)) / hidden**0.5 for _ in range(2)]
-        logits = [(query @ keys[head // 2].T).astype(dtype) for head, query in enumerate(queries)]
-        rule = theory.gqa_ranks(n, hidden_size=hidden, num_heads=4, num_key_value_heads=2, head_dim=width)
-        assert np.linalg.matrix_rank(logits[0]) == rule["head"] == 32
-        assert np.linalg.matrix_rank(np.concatenate(logits[:2])) == rule["group"]
-        assert np.linalg.matrix_rank(np.concatenate(keys, 1)) == rule["keys"] == 64
-        turned = self.rotate(queries[0]) @ self.rotate(keys[0]).T
-        assert np.linalg.matrix_rank(turned.astype(dtype)) == rule["head"]
-
     @pytest.mark.parametrize("rotary", ["none", "half", "all"])
     @pytest.mark.parametrize("width", [8, 16, 32])
     def test_grouped_queries_with_rotary_positions(self, width, rotary):
         """Also where one head, or all keys side by side, are wider than the hidden size."""
         rotary_dim = {"none": 0, "half": width // 2, "all": width}[rotary]
-        for n, hidden, groups in itertools.product((7, 40, 160), (2, 3, 6, 24, 32, 64), (1, 2, 4)):
+        for n, hidden, groups in itertools.product((7, 40, 160), (2, 6, 24, 64), (1, 2, 4)):
             rng = np.random.default_rng([n, hidden, groups, width])
             x = rng.standard_normal((n, hidden))
 
@@ -185,18 +164,13 @@ class TestRankRules:
         assert np.linalg.matrix_rank(np.concatenate([*contents, shared], 1)) == rule["keys"]
 
     def test_they_agree_with_what_measuring_reports(self):
-        from transformers import DeepseekV3Config
-
-        from hf_rankattn.probe.weights import rank_limit
-
         for q in (1536, 100, None):
             config = DeepseekV3Config(q_lora_rank=q)
             names = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "q_lora_rank")
             rule = theory.mla_ranks(10**6, num_heads=128, **{name: getattr(config, name) for name in names})
             width = config.qk_nope_head_dim + config.qk_rope_head_dim
-            assert rule["form"] == rank_limit(config, width) and rule["head"] == rank_limit(
-                config, width, rotated=True
-            )
+            assert rule["form"] == rank_limit(config, width)
+            assert rule["head"] == rank_limit(config, width, rotated=True)
 
 
 class TestPathCounts:
@@ -218,7 +192,5 @@ class TestPathCounts:
         assert math.sqrt((share * (length - counts.mean) ** 2).sum()) == pytest.approx(counts.standard_deviation)
 
     def test_counts_equal_enumeration(self):
-        from itertools import product
-
-        lengths = [sum(head > 0 for head in path) for path in product(range(4), repeat=5)]
+        lengths = [sum(head > 0 for head in path) for path in itertools.product(range(4), repeat=5)]
         assert theory.path_counts(num_layers=5, num_heads=3).counts() == np.bincount(lengths).tolist()

@@ -13,7 +13,6 @@ import scipy.stats
 import hf_rankattn
 from hf_rankattn import theory
 from hf_rankattn.theory import agreement
-from hf_rankattn.theory.harmonics import angle_distribution
 from hf_rankattn.theory.upper_bounds import mean_square_arcsine
 
 
@@ -28,13 +27,9 @@ def coordinate_mean(d, function):
     def integrand(angle):
         return function(math.sin(angle)) * math.cos(angle) ** (d - 2)
 
-    quarter = math.pi / 2
-    ends = (-quarter, -0.3, -0.02, 0, 0.02, 0.3, quarter)
-    parts = [
-        scipy.integrate.quad(integrand, start, stop, epsabs=1e-13, limit=400)[0]
-        for start, stop in zip(ends[:-1], ends[1:], strict=True)
-    ]
-    return sum(parts) / scipy.integrate.quad(lambda angle: math.cos(angle) ** (d - 2), -math.pi / 2, math.pi / 2)[0]
+    ends, points = (-math.pi / 2, math.pi / 2), (-0.3, -0.02, 0, 0.02, 0.3)
+    whole = scipy.integrate.quad(integrand, *ends, points=points, epsabs=1e-13, limit=400)[0]
+    return whole / scipy.special.beta(0.5, (d - 1) / 2)
 
 
 class TestHarmonics:
@@ -48,9 +43,7 @@ class TestHarmonics:
         for degree in (1, 4, 5):
             square = coordinate_mean(d, lambda u, n=degree: theory.legendre(d, n, u)[n] ** 2)
             assert square == pytest.approx(1 / theory.harmonic_dimension(d, degree), rel=1e-9)
-            mixed = coordinate_mean(
-                d, lambda u, n=degree: theory.legendre(d, n + 2, u)[n] * theory.legendre(d, n + 2, u)[n + 2]
-            )
+            mixed = coordinate_mean(d, lambda u, n=degree: np.prod(theory.legendre(d, n + 2, u)[[n, n + 2]]))
             assert abs(mixed) < 1e-12
 
     @pytest.mark.parametrize("d", [2, 3, 5, 8, 20])
@@ -78,12 +71,6 @@ class TestHarmonics:
         k = 5000
         rest = Fraction(math.comb(2 * k, k), 4**k) ** 2
         assert 1 - theory.sign_energies(3, k).sum() == pytest.approx(float(rest), rel=1e-8)
-
-    def test_the_angle_of_a_coordinate_is_distributed_as_scipy_says(self):
-        angle = np.linspace(0, np.pi / 2, 50)
-        for d in (2, 3, 8, 65):
-            oracle = scipy.special.betainc(0.5, (d - 1) / 2, np.sin(angle) ** 2)
-            assert np.allclose(angle_distribution(d, angle), oracle, atol=1e-12)
 
     def test_the_weight_of_a_continuum_of_heads(self):
         """E[u(q.k) sign(q.y) sign(k.w)] is the sign of w.y, up to the degree at which u ends."""
@@ -132,20 +119,21 @@ class TestHeads:
         assert np.allclose(kernel[~np.eye(8, dtype=bool)], 0.5, atol=1e-12)
         assert np.allclose(theory.head_agreement(frame, keys, -frame, -keys)[0, 0], 1, atol=1e-7)
 
-    @pytest.mark.parametrize("count", [1, 255, 256, 257, 700])
+    @pytest.mark.parametrize("d, count", [(6, 1), (6, 255), (6, 256), (6, 257), (6, 700), (3, 300), (40, 700)])
     @pytest.mark.parametrize("memory", [0, 2**20, 2**30], ids=["nothing_kept", "some_kept", "all_kept"])
-    def test_solvers_equal_scipy(self, count, memory):
-        """Sizes around a multiple of the tiles; whatever is kept, the weights are those of a dense solve."""
-        queries, keys = theory.random_heads(6, count, seed=0)
+    def test_solvers_equal_scipy(self, d, count, memory):
+        """Sizes around a multiple of the tiles; whatever is kept, the weights are those of a dense solve in float64."""
+        queries, keys = theory.random_heads(d, count, seed=0)
         kernel = 0.5 + 2 / np.pi**2 * np.arcsin(np.clip(queries @ queries.T, -1, 1)) * np.arcsin(
             np.clip(keys @ keys.T, -1, 1)
         )
         np.fill_diagonal(kernel, 1)
-        oracle = scipy.linalg.solve(kernel, theory.head_accuracy(6, (queries * keys).sum(1)))
+        target = theory.head_accuracy(d, (queries * keys).sum(1))
+        oracle = scipy.linalg.solve(kernel, target)
         direct = theory.optimal_weights(queries, keys, method="cholesky")
         steps = theory.optimal_weights(queries, keys, method="conjugate_gradients", memory=memory)
         assert np.allclose(direct, oracle, atol=1e-10)
-        assert np.allclose(steps, oracle, atol=1e-7)
+        assert np.linalg.norm(kernel @ steps - target) < 1.1e-10 * np.linalg.norm(target)
         assert np.allclose(theory.head_agreement(queries, keys), kernel, atol=1e-12)
 
     def test_conjugate_gradients_hold_no_more_than_they_may(self):
@@ -167,25 +155,15 @@ class TestHeads:
         assert np.allclose(inverse(vector), scipy.linalg.solve(kernel, vector), rtol=1e-8, atol=1e-8)
         assert len(inverse.inverse) <= most and (len(inverse.inverse) == size or d == 3)
 
-    @pytest.mark.parametrize("d, pairing", [(4, "independent"), (8, "uniform_cosine"), (16, "equal")])
-    def test_the_approximate_inverse_saves_most_of_the_steps(self, d, pairing):
-        queries, keys = theory.random_heads(d, 2000, 0, pairing)
-        target = theory.head_accuracy(d, (queries * keys).sum(1))
+    def test_the_approximate_inverse_saves_most_of_the_steps(self):
+        queries, keys = theory.random_heads(8, 1000, 0, "uniform_cosine")
+        target = theory.head_accuracy(8, (queries * keys).sum(1))
         product = agreement.AgreementProduct(queries, keys, memory=2**30)
         goal = 1e-10 * np.linalg.norm(target)
         inverse = agreement.Polynomials(queries, keys, 360)
         plain, steps = agreement.conjugate_gradients(product, np.copy, target, goal, 1000)
         fast, fewer = agreement.conjugate_gradients(product, inverse, target, goal, 1000)
         assert fewer < steps / 2 and np.allclose(plain, fast, atol=1e-7)
-
-    @pytest.mark.parametrize("d", [3, 8, 40])
-    def test_single_precision_tiles_give_weights_of_double_precision(self, d):
-        """1,100 heads are no multiple of the tiles, and in no memory all of them are made in float32."""
-        queries, keys = theory.random_heads(d, 1100, seed=0)
-        steps = theory.optimal_weights(queries, keys, method="conjugate_gradients", memory=0)
-        target = theory.head_accuracy(d, (queries * keys).sum(1))
-        residual = theory.head_agreement(queries, keys) @ steps - target
-        assert np.linalg.norm(residual) < 1.1e-10 * np.linalg.norm(target)
 
     @pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-6])
     def test_heads_that_coincide_or_nearly_so(self, distance):
@@ -198,12 +176,6 @@ class TestHeads:
         optimum = 1 - target @ np.linalg.lstsq(kernel, target, rcond=1e-12)[0]
         weights = theory.optimal_weights(*both, method="conjugate_gradients", memory=0, tolerance=1e-8)
         assert theory.expected_error(*both, weights) == pytest.approx(optimum, abs=1e-7)
-
-    @pytest.mark.slow
-    def test_thousands_of_heads_in_little_memory(self):
-        queries, keys = theory.random_heads(16, 5003, seed=0)
-        steps = theory.optimal_weights(queries, keys, memory=2**24)
-        assert np.allclose(steps, theory.optimal_weights(queries, keys, method="cholesky"), atol=1e-7)
 
     def test_the_optimum_is_one(self):
         queries, keys = theory.random_heads(8, 64, seed=0)
@@ -226,24 +198,6 @@ class TestHeads:
         half = queries[:512]
         both = np.concatenate([half, half]), np.concatenate([half, -half])
         assert theory.expected_error(*both, method="conjugate_gradients") == pytest.approx(0.179, abs=0.004)
-
-    def test_keys_that_are_no_unit_vectors_spoil_the_published_table(self):
-        """What the published code computes: a smaller error than its own weights have, or any weights can have."""
-        rng, d, count = np.random.default_rng(0), 8, 256
-        queries, beside = sphere(rng, count, d), sphere(rng, count, d)
-        beside -= (beside * queries).sum(1, keepdims=True) * queries
-        cosine = rng.uniform(-1, 1, (count, 1))
-        crooked = cosine * queries + np.sqrt(1 - cosine**2) * beside
-        with pytest.raises(ValueError, match="unit vectors"):
-            theory.optimal_weights(queries, crooked)
-        keys = crooked / np.linalg.norm(crooked, axis=1, keepdims=True)
-        kernel = 0.5 + 2 / np.pi**2 * np.arcsin(np.clip(queries @ queries.T, -1, 1)) * np.arcsin(crooked @ crooked.T)
-        target = theory.head_accuracy(d, (queries * crooked).sum(1))
-        weights = np.linalg.solve(kernel, target)
-        reported, optimum = 1 - target @ weights, theory.expected_error(queries, keys)
-        assert reported == pytest.approx(0.191, abs=0.006)
-        assert optimum == pytest.approx(0.205, abs=0.006)
-        assert theory.expected_error(queries, keys, weights) > optimum > reported
 
     def test_uniform_cosines_are_uniform(self):
         queries, keys = theory.random_heads(8, 20_000, 0, "uniform_cosine")
@@ -268,10 +222,6 @@ class TestLowerBounds:
                 naive += 0.5 * theory.sign_coefficient(d, degree) ** 2 * float(left)
             unsummed = theory.degree_floor(d, 399)
             assert naive - 1e-12 <= theory.lower_bound(d, r, count) <= naive + unsummed + 1e-12
-
-    def test_one_head_of_rank_one(self):
-        expected = 0.5 * (1 - theory.sign_coefficient(64, 1) ** 2 / 64)
-        assert theory.lower_bound(64, 1, 1) == pytest.approx(expected, abs=2e-4)
 
     def test_it_falls_with_heads_and_with_rank(self):
         for r in (1, 3, 6, 7):
@@ -315,12 +265,8 @@ class TestLowerBounds:
         assert theory.lower_bound(d, r, count) <= error < theory.lower_bound(d, r, count - 1)
 
     def test_heads_needed_near_the_published_counts(self):
-        for d, counts in (
-            (8, (20, 113, 6.4e3)),
-            (16, (301, 8.2e3, 2e7)),
-            (32, (2.9e3, 3.2e5, 1.6e12)),
-            (64, (2.5e4, 2.3e7)),
-        ):
+        published = {8: (20, 113, 6.4e3), 16: (301, 8.2e3, 2e7), 32: (2.9e3, 3.2e5, 1.6e12), 64: (2.5e4, 2.3e7)}
+        for d, counts in published.items():
             for error, count in zip((0.15, 0.10, 0.05), counts, strict=False):
                 assert theory.heads_needed(d, 1, error) == pytest.approx(count, rel=0.08)
         assert theory.heads_needed(64, 1, 0.05) > 1e15
@@ -348,12 +294,10 @@ class TestUpperBounds:
         for d in (2, 3, 8, 64):
             assert mean_square_arcsine(d) == pytest.approx(coordinate_mean(d, lambda u: math.asin(u) ** 2), abs=1e-10)
             # the mean over random heads of the exact error of each set
-            drawn = [
-                theory.expected_error(*theory.random_heads(d, 30, s, "equal"), np.full(30, 1 / 30)) for s in range(40)
-            ]
-            assert np.mean(drawn) == pytest.approx(
-                theory.average_error(d, 30), abs=4 * np.std(drawn) / math.sqrt(40) + 1e-9
-            )
+            sets = [theory.random_heads(d, 30, seed, "equal") for seed in range(40)]
+            drawn = [theory.expected_error(*heads, np.full(30, 1 / 30)) for heads in sets]
+            tolerance = 4 * np.std(drawn) / math.sqrt(40) + 1e-9
+            assert np.mean(drawn) == pytest.approx(theory.average_error(d, 30), abs=tolerance)
 
     def test_equal_spacing(self):
         for count, error in ((1, 0.5), (2, 0.25), (4, 0.1875), (8, 0.17187)):
@@ -367,8 +311,8 @@ class TestUpperBounds:
             best = theory.expected_error(queries, keys)
             assert best == pytest.approx(theory.spaced_error(count, best_scalar=True), abs=1e-7)
 
-    @pytest.mark.parametrize("d", [2, 3, 16, 64])
-    @pytest.mark.parametrize("count", [1, 2, 3, 17, 161, 1601])
+    @pytest.mark.parametrize("d", [2, 3, 64])
+    @pytest.mark.parametrize("count", [1, 2, 17, 1601])
     def test_majority_equals_the_integral_over_binomial_tails(self, d, count):
         def wrong(u):
             right = 0.5 + math.asin(abs(u)) / math.pi
@@ -379,13 +323,9 @@ class TestUpperBounds:
         assert theory.majority_error(d, count) == pytest.approx(coordinate_mean(d, wrong), abs=1e-7)
 
     def test_majority_published(self):
-        published = {
-            16: ((17, 0.6110), (161, 0.2800), (1601, 0.0945)),
-            64: ((65, 0.6322), (641, 0.2902), (6401, 0.0980)),
-        }
-        for d, errors in published.items():
-            for count, error in errors:
-                assert theory.majority_error(d, count) == pytest.approx(error, abs=1e-4)
+        for d, errors in ((16, (0.6110, 0.2800, 0.0945)), (64, (0.6322, 0.2902, 0.0980))):
+            for times, error in zip((1, 10, 100), errors, strict=True):
+                assert theory.majority_error(d, times * d + 1) == pytest.approx(error, abs=1e-4)
         for count in (10**4, 10**6, 10**8):
             assert theory.majority_error(2000, count) == pytest.approx(theory.majority_limit(2000, count), rel=1e-3)
 
@@ -394,16 +334,12 @@ BAD = {
     "dimension_of_a_sphere": lambda: theory.sign_coefficient(1, 1),
     "bound_in_the_plane": lambda: theory.lower_bound(2, 1, 1),
     "rank_above_dimension": lambda: theory.lower_bound(8, 9, 1),
-    "no_heads": lambda: theory.lower_bound(8, 1, 0),
     "half_a_head": lambda: theory.lower_bound(8, 1, 1.5),
     "true_heads": lambda: theory.random_heads(8, True, 0),
-    "negative_degree": lambda: theory.harmonic_dimension(8, -1),
     "too_many_heads_to_sum": lambda: theory.lower_bound(3, 1, 10**9),
     "error_of_zero": lambda: theory.heads_needed(8, 1, 0),
     "error_that_is_not_a_number": lambda: theory.heads_needed(8, 1, math.nan),
     "heads_that_are_not_unit": lambda: theory.head_agreement([[2.0, 0.0]], [[1.0, 0.0]]),
-    "heads_with_nan": lambda: theory.optimal_weights([[math.nan, 0.0]], [[1.0, 0.0]]),
-    "no_rows": lambda: theory.optimal_weights(np.zeros((0, 3)), np.zeros((0, 3))),
     "unequal_shapes": lambda: theory.expected_error(np.eye(3), np.eye(3)[:2]),
     "weights_of_another_number": lambda: theory.expected_error(np.eye(3), np.eye(3), [1.0]),
     "equal_heads": lambda: theory.optimal_weights(np.eye(3)[[0, 0]], np.eye(3)[[1, 1]]),
@@ -411,13 +347,10 @@ BAD = {
     "too_few_steps": lambda: theory.optimal_weights(
         *theory.random_heads(4, 100, 0), method="conjugate_gradients", max_steps=2
     ),
+    "visible_rank_above_dimension": lambda: theory.visible_energy(8, 9),
     "cosine_above_one": lambda: theory.head_accuracy(8, 1.1),
     "unknown_pairing": lambda: theory.random_heads(8, 4, 0, "same"),
     "cold_beta": lambda: theory.soft_error(8, 0),
-    "text_beta": lambda: theory.soft_error(8, "10"),
-    "no_voters": lambda: theory.majority_error(8, 0),
-    "no_tokens": lambda: theory.distinct_columns(0),
-    "no_window": lambda: theory.windowed_columns(8, 0),
     "width_of_one": lambda: theory.coverage(8, 1),
     "unknown_keys": lambda: theory.coverage(8, 4, "cauchy"),
     "all_of_the_ceiling": lambda: theory.saturation_width(64, 1.0),
@@ -475,9 +408,3 @@ class TestVisibleEnergy:
         assert shares[0] < 1e-4 and shares[1] < 0.005
         assert abs(shares[2] - 0.086) < 0.01 and abs(shares[3] - 0.542) < 0.02
         assert theory.visible_energy(8, 8, biased=True) == (1.0, 0.0)
-
-    def test_bad_input(self):
-        with pytest.raises(ValueError, match="at most d=8, got 9"):
-            theory.visible_energy(8, 9)
-        with pytest.raises(ValueError):
-            theory.visible_energy(8, 2, draws=1)

@@ -1,10 +1,10 @@
-"""Claims, tables and figures to one page that needs nothing but itself: no request, no script, light and dark."""
+"""One self-contained HTML page from claims, tables and figures: no request, no script, a light and a dark theme."""
 
 import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GENERATOR = "hf_rankattn"
-# what is drawn in this colour takes that of the text around it
+# svg_picture replaces this colour by that of the text around the drawing
 INK = "#0b0c0d"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that is part of the page.
-
-    Args:
-        markup: An `<img>` or an `<svg>`, from [`png_picture`] or [`svg_picture`].
-        caption: What stands below it.
-        wide: Whether it takes the width of the page, and not half of it.
-    """
+    """A figure of the page: an `<img>` or `<svg>`, its caption, and whether it has the full width of the page."""
 
     markup: Markup
     caption: str = ""
@@ -40,7 +34,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: names of columns, rows of text, and what it is a table of."""
+    """A table: names of columns, rows of text, and a caption."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -53,11 +47,11 @@ class Section:
     paragraphs: Sequence[str] = ()
     tables: Sequence[Grid] = ()
     pictures: Sequence[Picture] = ()
-    commands: Sequence[str] = field(default=())
+    commands: Sequence[str] = ()
 
 
 def claims_grid(claims: Sequence[Mapping[str, Any]], caption: str = "") -> Grid:
-    """Claims as the experiments write them to `claims.json`, a row each."""
+    """The claims of a `claims.json`, one row each."""
     rows = []
     for claim in claims:
         verdict = claim["verdict"] + (f": {claim['why']}" if claim.get("why") else "")
@@ -74,13 +68,9 @@ def png_picture(data: bytes, alt: str, caption: str = "", wide: bool = True) -> 
 
 
 def svg_picture(figure: "Figure", alt: str, name: str, caption: str = "") -> Picture:
-    """A figure as drawing inside of the page, whose ink is the colour of the text.
+    """A figure as an inline SVG, with [`INK`] in the colour of the text.
 
-    Args:
-        figure: What to draw.
-        alt: What somebody needs to know who cannot see it.
-        name: Unlike that of any other drawing on the page: ids are made of it.
-        caption: What stands below it.
+    `alt` is the text for readers who cannot see it. `name` is the prefix of ids, so it must be unique on the page.
     """
     import matplotlib
 
@@ -90,7 +80,7 @@ def svg_picture(figure: "Figure", alt: str, name: str, caption: str = "") -> Pic
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
-    # a page knows these namespaces without being told, and so holds no address at all
+    # HTML implies these namespaces; without them the page contains no address at all
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = text.replace(INK, "currentColor")
@@ -103,26 +93,18 @@ def svg_picture(figure: "Figure", alt: str, name: str, caption: str = "") -> Pic
 def render_page(
     title: str, lead: str, sections: Sequence[Section], *, footer: Sequence[str] = (), kind: str = "report"
 ) -> str:
-    """The whole page as text; whatever is in tables and paragraphs appears as it is written, and never becomes HTML.
+    """The page as text. All text of tables and paragraphs is escaped.
 
-    Args:
-        title: Of the window, and the first heading.
-        lead: The paragraph below it.
-        sections: In their order.
-        footer: Lines of small print.
-        kind: What made it, for those who later ask whether this page may be replaced.
+    `kind` is what wrote the page; [`check_writable`] reads it before a page is replaced.
     """
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return templates.get_template("page.html").render(
-        title=title, lead=lead, sections=sections, footer=footer, generator=f"{GENERATOR} {kind}"
-    )
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    template = Environment(loader=loader, undefined=StrictUndefined, **options).get_template("page.html")
+    return template.render(title=title, lead=lead, sections=sections, footer=footer, generator=f"{GENERATOR} {kind}")
 
 
 def write_page(text: str, path: str | Path, overwrite: bool = False) -> Path:
-    """Write a page as a whole or not at all; what exists is not replaced unasked, and nothing but a page is."""
+    """Write a page atomically. With `overwrite` it replaces an existing page of rankattn, and no other file."""
     path = Path(path)
     check_writable(path, overwrite)
     try:

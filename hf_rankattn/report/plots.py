@@ -1,4 +1,4 @@
-"""Tables to figures; nothing here knows a model."""
+"""Figures of the tables of `rankattn measure`, and what all figures share."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ PANELS = 24
 
 
 def new_figure(rows: int, columns: int, width: float, height: float, **kwargs) -> tuple["Figure", np.ndarray]:
-    """A figure that no display is needed for, and that no other figure of the process knows of."""
+    """A figure that needs no display and is independent of pyplot, and its axes (rows, columns)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def published_table(name: str) -> pd.DataFrame:
 
 
 def published_residuals(model_type: str, random_init: bool) -> pd.DataFrame:
-    """The published curves of a family, `variant, layer, value`: empty where there are none.
+    """The published curves of a family, `variant, layer, value`; empty if there are none.
 
     The means over 32 texts in the figures of Dong, Cordonnier and Loukas (2021), read from the vector paths of their PDF
     files to 1e-8. Values below [`PUBLISHED_FLOOR`] are left out; `published_table("residuals")` has them.
@@ -75,52 +75,40 @@ def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     axis: Axes = axes[0, 0]
     rows = table[(table.question == "collapse") & (table.metric == "relative_residual")]
     published = published_residuals(facts["model_type"], facts["random_init"])
+    hollow: dict[str, Any] = {"color": "0.45", "mfc": "white", "linewidth": 0.8, "markersize": 4}
     floor = facts["precision_floor"]
     for variant, (label, line, marker, colour) in VARIANTS.items():
         layers = rows[rows.variant == variant].groupby("layer").value
         if not len(layers):
             continue
-        low, mean, high = (layers.quantile(0.05), layers.mean(), layers.quantile(0.95))
+        low, mean, high = layers.quantile(0.05), layers.mean(), layers.quantile(0.95)
         axis.plot(mean.index, mean.clip(lower=floor / 4), line, marker=marker, color=colour, label=label, markersize=5)
         axis.fill_between(mean.index, low.clip(lower=floor / 4), high, color=colour, alpha=0.15, linewidth=0)
         curve = published[published.variant == variant]
         if len(curve):
-            axis.plot(
-                curve.layer, curve.value, line, marker=marker, color="0.45", mfc="white", linewidth=0.8, markersize=4
-            )
+            axis.plot(curve.layer, curve.value, line, marker=marker, **hollow)
     if len(published):
         name = PUBLISHED_NAMES[facts["model_type"].removeprefix("rank_")]
         kind = "random weights" if facts["random_init"] else "pretrained"
         kind += ";\nwithout MLP: its activation, skip and norm left in" if name.startswith("albert") else ""
-        axis.plot([], [], "-", color="0.45", marker="o", mfc="white", linewidth=0.8, markersize=4,
-                  label=f"published: {name}, {kind}\n(hollow, same line styles)")  # fmt: skip
+        axis.plot([], [], "-", marker="o", **hollow, label=f"published: {name}, {kind}\n(hollow, same line styles)")
     axis.set(xlabel="layer (0 = embeddings)", ylabel="relative residual (1: nothing shared, 0: all tokens equal)")
     if rows.value.min() > 0.05:
         axis.set_ylim(0, max(1.05, 1.05 * float(rows.value.max())))
     else:
         axis.set(yscale="log", ylim=(floor / 4, 2.0))
-        axis.axhspan(
-            floor / 4,
-            10 * floor,
-            color="0.9",
-            zorder=0,
-            label="within ten times the precision floor:\nequal for all we can tell",
-        )
+        label = "within ten times the precision floor:\nequal for all we can tell"
+        axis.axhspan(floor / 4, 10 * floor, color="0.9", zorder=0, label=label)
     axis.set_title(f"Do tokens stay apart? {literal(facts['title'])}", fontsize=11)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
-    axis.legend(
-        fontsize=8,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        title="line: mean, band: 5 to 95 % of texts",
-        title_fontsize=8,
-    )
+    title = "line: mean, band: 5 to 95 % of texts"
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), title=title, title_fontsize=8)
     return figure
 
 
 def content_free_share(metric: str, n: float, causal: bool) -> float:
-    """The rank, as a share of n, of a map that looks at no content: all of a row equal, over all tokens or the past."""
+    """The rank, as a share of n, of a map whose rows are uniform over all tokens, or over the past if `causal`."""
     if not causal or metric == "argmax_coverage":
         return 1 / n
     size = round(n)
@@ -140,27 +128,21 @@ ATTENTION_PANELS = {
 
 
 def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
-    """Heat maps layers x heads of the rank of attention maps as a share of the tokens, with the lines to judge it by."""
+    """Heat maps, layers x heads, of the rank of attention maps as a share of the tokens, with reference lines."""
     rows = table[table.question == "attention"]
     first = "effective_rank" if (rows.metric == "effective_rank").any() else "participation_ratio"
     tokens = table[table.metric == "tokens"].set_index("example").value
     n, causal = float(tokens.mean()), facts["causal"]
-    shape = facts["layers"], facts["heads"]
-    width = min(15.0, 5.0 + 0.5 * shape[1])
-    figure, axes = new_figure(1, 2, width, min(9.0, 3.2 + 0.24 * shape[0]))
-    ceiling, law = (0.5, "0.50 n: causal rows that each pick one token of their past at random") if causal else (
-        0.632, "0.63 n: rows that each pick one token at random")  # fmt: skip
+    size = min(15.0, 5.0 + 0.5 * facts["heads"]), min(9.0, 3.2 + 0.24 * facts["layers"])
+    figure, axes = new_figure(1, 2, *size)
+    ceiling, law = 0.632, "0.63 n: rows that each pick one token at random"
+    if causal:
+        ceiling, law = 0.5, "0.50 n: causal rows that each pick one token of their past at random"
     for axis, metric in zip(axes[0], (first, "argmax_coverage"), strict=True):
         chosen = rows[rows.metric == metric]
-        share = (
-            (chosen.value / chosen.example.map(tokens).astype(float))
-            .groupby([chosen.layer, chosen["head"]])
-            .mean()
-            .unstack()
-        )
-        image = axis.imshow(
-            share.to_numpy(dtype=float), cmap="viridis", vmin=0, vmax=max(0.7, float(share.max().max())), aspect="auto"
-        )
+        shares = chosen.value / chosen.example.map(tokens).astype(float)
+        share = shares.groupby([chosen.layer, chosen["head"]]).mean().unstack().to_numpy(dtype=float)
+        image = axis.imshow(share, cmap="viridis", vmin=0, vmax=max(0.7, np.nanmax(share)), aspect="auto")
         axis.set(xlabel="head", ylabel="layer", xticks=ticks(share.shape[1]), yticks=ticks(share.shape[0]))
         axis.set_title(ATTENTION_PANELS[metric], fontsize=10)
         bar = figure.colorbar(image, ax=axis)
@@ -168,9 +150,8 @@ def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         for value, name, style in ((ceiling, f"{ceiling:.2f}", "-"), (free, "content-free", "--")):
             bar.ax.axhline(value, color="white", linewidth=3)
             bar.ax.axhline(value, color="black", linewidth=1.5, linestyle=style)
-            bar.ax.text(
-                -0.15, value, name, ha="right", va="center", fontsize=7, transform=bar.ax.get_yaxis_transform()
-            )
+            beside = bar.ax.get_yaxis_transform()
+            bar.ax.text(-0.15, value, name, ha="right", va="center", fontsize=7, transform=beside)
     past = "their past" if causal else "all tokens"
     figure.suptitle(f"How much rank do the attention maps have? {literal(facts['title'])}", fontsize=11)
     figure.supxlabel(
@@ -185,7 +166,7 @@ def ticks(count: int) -> list[int]:
 
 
 def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
-    """Cumulated energy of the query-key weights and of the logits on the text, a line a head, a panel a layer."""
+    """Cumulative energy of the query-key weights and of the logits: one panel per layer, one line per head."""
     from matplotlib.ticker import MaxNLocator
 
     rows = table[table.metric == "energy_share"]
@@ -193,9 +174,8 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     wanted = (4, 3, 5, 6) if len(chosen) <= 12 else (6, 5, 4)
     columns = next((count for count in wanted if len(chosen) % count == 0), min(len(chosen), 4))
     lines = math.ceil(len(chosen) / columns)
-    figure, axes = new_figure(
-        lines, columns, max(6.5, 2.6 * columns + 0.8), 2.1 * lines + 1.3, sharex=True, sharey=True
-    )
+    size = max(6.5, 2.6 * columns + 0.8), 2.1 * lines + 1.3
+    figure, axes = new_figure(lines, columns, *size, sharex=True, sharey=True)
     styles = {
         "weights": ("--", "#922b21", "weights W_Q W_K^T"),
         "logits": ("-", "#1b4f72", "row-centred logits on the inputs"),
@@ -210,9 +190,8 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
             shares = of_layer.pivot_table(index="component", columns="head", values="value").cumsum()
             shares.index = shares.index.astype(int) + 1
             axis.plot(shares.index, shares.to_numpy(), line, color=colour, alpha=0.25, linewidth=0.7)
-            axis.plot(
-                shares.index, shares.median(axis=1), line, color=colour, linewidth=2, label=f"{label}, median head"
-            )
+            median = f"{label}, median head"
+            axis.plot(shares.index, shares.median(axis=1), line, color=colour, linewidth=2, label=median)
         axis.axhline(0.9, color="0.4", linewidth=0.8)
         axis.set_title(f"layer {layer}", fontsize=9)
         axis.set_ylim(0, 1.02)

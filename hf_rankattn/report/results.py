@@ -1,22 +1,24 @@
-"""Folders of results to one page: those of `rankattn reproduce`, of `rankattn measure`, and folders of such folders."""
+"""One page from the result folders of `rankattn reproduce` and `rankattn measure`."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from .html import Grid, Section, claims_grid, png_picture, render_page
+from .plots import FIGURES
 from .summary import findings
 from .verdicts import count_verdicts
 
 
 MANIFEST, CLAIMS, TABLE = "experiment.json", "claims.json", "table.parquet"
 FIELDS = ("claim", "source", "published", "measured", "verdict")
-# runs/NAME/SCALE is the deepest there is
-DEPTH = 2
+DEPTH = 2  # runs/NAME/SCALE
 SURVEY_FIGURES = {
     "residuals": "Relative residual by layer, with and without skips and MLPs",
     "attention_rank": "Rank of the attention maps by layer and head",
@@ -25,16 +27,16 @@ SURVEY_FIGURES = {
 
 
 def report_page(folder: str | Path) -> str:
-    """The page of all results in a folder, itself a run or a measurement or one that holds such, two levels deep."""
+    """The page of all results in a folder: of one run or measurement, or of those up to two levels below it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder: give one that rankattn reproduce or rankattn measure has written."
         )
     found = list(result_folders(folder, DEPTH))
-    runs = [path for path, kind in found if kind == "run"]
-    surveys = [path for path, kind in found if kind == "survey"]
-    unfinished = [path for path, kind in found if kind == "unfinished"]
+    runs, surveys, unfinished = (
+        [path for path, kind in found if kind == wanted] for wanted in ("run", "survey", "unfinished")
+    )
     told, sections = set(), []
     for path in runs:
         manifest = read_manifest(path)
@@ -44,14 +46,10 @@ def report_page(folder: str | Path) -> str:
         sections += summary_sections(summary, told)
     sections += [survey_section(*read_survey(path), read_figures(path)) for path in surveys]
     if not sections:
-        hint = (
-            f" {unfinished[0]} is of a run that has not ended: the same rankattn reproduce goes on with it."
-            if unfinished
-            else ""
-        )
-        raise ValueError(
-            f"{folder} holds no results of rankattn reproduce ({CLAIMS}) or of rankattn measure ({TABLE}).{hint}"
-        )  # fmt: skip
+        message = f"{folder} holds no results of rankattn reproduce ({CLAIMS}) or of rankattn measure ({TABLE})."
+        if unfinished:
+            message += f" {unfinished[0]} is of a run that has not ended: the same rankattn reproduce goes on with it."
+        raise ValueError(message)
     footer = [f"Written by rankattn report from {folder.resolve().name}."]
     footer += [f"Left out, as the run has not ended: {path.relative_to(folder)}." for path in unfinished]
     what = " and ".join(
@@ -59,9 +57,8 @@ def report_page(folder: str | Path) -> str:
         for count, name in ((len(sections) - len(surveys), "experiment"), (len(surveys), "measured model"))
         if count
     )
-    return render_page(
-        "Rank of attention: results", f"{what}, published numbers beside ours.", sections, footer=footer
-    )
+    lead = f"{what}, published numbers beside ours."
+    return render_page("Rank of attention: results", lead, sections, footer=footer)
 
 
 def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
@@ -84,25 +81,23 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
 
 
+def has_texts(value: Any, fields: Sequence[str]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(field), str) for field in fields)
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or not all(
-        isinstance(manifest.get(key), str) for key in ("experiment", "scale")
-    ):
+    if not has_texts(manifest, ("experiment", "scale")):
         raise ValueError(f"{folder / MANIFEST} is not the manifest of an experiment.")
     return manifest
 
 
 def read_claims(path: Path) -> list[Mapping[str, Any]]:
     claims = read_json(path)
-    right = isinstance(claims, list) and all(
-        isinstance(claim, dict) and all(isinstance(claim.get(key), str) for key in FIELDS) for claim in claims
-    )
-    if not right:
-        raise ValueError(
-            f"{path} does not hold claims of rankattn reproduce: each has {', '.join(FIELDS)}, all of them text."
-        )
-    return claims  # fmt: skip
+    if not isinstance(claims, list) or not all(has_texts(claim, FIELDS) for claim in claims):
+        fields = ", ".join(FIELDS)
+        raise ValueError(f"{path} does not hold claims of rankattn reproduce: each has {fields}, all of them text.")
+    return claims
 
 
 def read_figures(folder: Path) -> dict[str, bytes]:
@@ -112,27 +107,26 @@ def read_figures(folder: Path) -> dict[str, bytes]:
 
 
 def run_section(folder: Path, manifest: Mapping[str, Any]) -> Section:
-    claims, name = read_claims(folder / CLAIMS), manifest["experiment"]
-    return Section(
-        f"{name}, {manifest['scale']} scale",
-        [count_verdicts(claim["verdict"] for claim in claims) + "."],
+    claims, name, scale = read_claims(folder / CLAIMS), manifest["experiment"], manifest["scale"]
+    pictures = [
+        png_picture(data, f"Figure {figure} of the experiment {name}; its numbers are in the table above.", figure)
+        for figure, data in read_figures(folder).items()
+    ]
+    # readers copy commands, so only plain names become part of one
+    plain = all(re.fullmatch("[a-z][a-z-]*", word) for word in (name, scale))
+    commands = [f"rankattn reproduce {name} --scale {scale}"] if plain else []
+    counts, tables = (
+        count_verdicts(claim["verdict"] for claim in claims) + ".",
         [claims_grid(claims)] if claims else [],
-        [
-            png_picture(data, f"Figure {figure} of the experiment {name}; its numbers are in the table above.", figure)
-            for figure, data in read_figures(folder).items()
-        ],
-        # readers copy commands, so a name that could be more than a name makes none
-        [f"rankattn reproduce {name} --scale {manifest['scale']}"]
-        if all(re.fullmatch("[a-z][a-z-]*", word) for word in (name, manifest["scale"]))
-        else [],
     )
+    return Section(f"{name}, {scale} scale", [counts], tables, pictures, commands)
 
 
 def summary_sections(path: Path, told: set[tuple[str, str]]) -> list[Section]:
-    """Claims of experiments whose own folders are not there."""
-    scale, claims = path.stem.removeprefix("claims-"), read_claims(path)
+    """The claims of a summary whose experiments have no folder of their own."""
+    scale = path.stem.removeprefix("claims-")
     missing: dict[str, list[Mapping[str, Any]]] = {}
-    for claim in claims:
+    for claim in read_claims(path):
         name = str(claim.get("experiment", "experiment"))
         if (name, scale) not in told:
             missing.setdefault(name, []).append(claim)
@@ -144,9 +138,6 @@ def summary_sections(path: Path, told: set[tuple[str, str]]) -> list[Section]:
 
 def survey_facts(path: Path) -> dict[str, Any] | None:
     """The facts that `rankattn measure` keeps in the metadata of its table; None for any other table."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         metadata = pq.read_schema(path).metadata or {}
         facts = json.loads(metadata[b"hf_rankattn"]) if b"hf_rankattn" in metadata else None
@@ -157,14 +148,9 @@ def survey_facts(path: Path) -> dict[str, Any] | None:
 
 def write_survey(table: pd.DataFrame, facts: dict[str, Any], folder: Path) -> list[str]:
     """Write `table.parquet` and the figures to a folder; returns the names of the files."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from .plots import FIGURES
-
     arrow = pa.Table.from_pandas(table, preserve_index=False)
     metadata = {**(arrow.schema.metadata or {}), b"hf_rankattn": json.dumps(facts).encode()}
-    pq.write_table(arrow.replace_schema_metadata(metadata), folder / "table.parquet")
+    pq.write_table(arrow.replace_schema_metadata(metadata), folder / TABLE)
     for name, draw in FIGURES.items():
         draw(table, facts).savefig(folder / f"{name}.png")
     return sorted(path.name for path in folder.iterdir())
@@ -185,9 +171,9 @@ def survey_section(
     try:
         found = findings(table, dict(facts))
         about = (
-            f"{facts['model_type']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} examples "
-            f"from {facts['source']}."
-        )  # fmt: skip
+            f"{facts['model_type']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; "
+            f"{facts['examples']} examples from {facts['source']}."
+        )
         heading = f"{title}: {facts['title']}"
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"this is not a table of rankattn measure: {type(error).__name__} {error}.") from error

@@ -1,4 +1,4 @@
-"""A table of measurements as questions with answers: in words for people, in named numbers for programs."""
+"""The answers that a table of measurements gives, as prose and as named numbers."""
 
 import math
 import shlex
@@ -17,7 +17,7 @@ class Finding:
     """One question, what was measured, and what to compare it with.
 
     `name` is `<question>/<metric>` of the table, and for residuals `collapse/<variant>`. `answer`, `compare` and
-    `next_step` are prose, and `values` holds every number of the prose under a name of its own.
+    `next_step` are prose, and `values` holds every number of the prose by name.
     """
 
     name: str
@@ -44,6 +44,19 @@ KINDS = {
     "none": "slowly",
 }
 ENERGY, SHARE = 0.9, "90 %"  # of `energy_rank` in the tables of `rankattn measure`
+
+
+# question of the table -> question to the reader, what to compare the answer with
+SPECTRA = {
+    "weights": (
+        "How much query-key rank do the weights hold?",
+        "a cut by the weights alone loses less if this is low",
+    ),
+    "logits": (
+        "How much of it do the logits use on these inputs?",
+        "a cut calibrated on such inputs has to keep these",
+    ),
+}
 
 
 def number(value: float) -> str:
@@ -78,7 +91,7 @@ def collapse_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findin
 
 
 def collapse_answer(residuals: list[float], floor: float) -> tuple[str, dict[str, Any]]:
-    """Whether tokens stay apart, from their relative residuals at layers 0 (embeddings) to L."""
+    """Whether tokens stay apart, from the relative residuals of layers 0 (embeddings) to L."""
     last, rate = len(residuals) - 1, collapse_rate(residuals, floor=floor)
     equal = rate.used <= last
     values = {
@@ -105,7 +118,7 @@ def collapse_answer(residuals: list[float], floor: float) -> tuple[str, dict[str
 
 
 def published_course(curve: pd.Series, variant: str, facts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A published curve by layer, from the embeddings to layer 12, where values at the floor of float32 are left out."""
+    """A published curve in words and numbers. Values at the floor of float32 are missing from the curve."""
     name = PUBLISHED_NAMES[facts["model_type"].removeprefix("rank_")]
     kind = "random weights" if facts["random_init"] else "pretrained"
     last = float(curve[12]) if 12 in curve.index else None
@@ -152,18 +165,7 @@ def spread(heads: pd.Series) -> dict[str, float]:
 
 def spectra_findings(table: pd.DataFrame, facts: dict[str, Any], given: str) -> list[Finding]:
     findings = []
-    for question, asked, compare in (
-        (
-            "weights",
-            "How much query-key rank do the weights hold?",
-            "a cut by the weights alone loses less if this is low",
-        ),
-        (
-            "logits",
-            "How much of it do the logits use on these inputs?",
-            "a cut calibrated on such inputs has to keep these",
-        ),
-    ):
+    for question, (asked, compare) in SPECTRA.items():
         rows = table[table.question == question]
         ranks = rows[rows.metric == "energy_rank"].groupby(["layer", "head"]).value.mean()
         if not len(ranks):
@@ -186,7 +188,7 @@ def spectra_findings(table: pd.DataFrame, facts: dict[str, Any], given: str) -> 
 
 
 def why_no_cut(facts: dict[str, Any], spectra: list[Finding]) -> str:
-    """Why these measurements say nothing about a cut by `rankattn convert`, or nothing."""
+    """Why these measurements are no basis for `rankattn convert`; empty if they are one."""
     if not any(facts["model_type"] in family.model_types for family in CONVERTIBLE):
         return f"models of type {facts['model_type']} cannot be converted yet"
     if facts["random_init"]:
@@ -213,7 +215,7 @@ def cut_command(given: str, keep: int, limit: int) -> str:
 
 
 def findings(table: pd.DataFrame, facts: dict[str, Any], given: str | None = None) -> list[Finding]:
-    """What a table of [`survey`] says, one finding for each question.
+    """The findings of a table of [`survey`], one for each question.
 
     `given` is the checkpoint as the user named it, for the command of the next step; by default the name in `facts`.
     """

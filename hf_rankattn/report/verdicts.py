@@ -8,7 +8,7 @@ NOT_JUDGED = "not judged at this scale"
 
 
 def verdict_counts(verdicts: Iterable[str]) -> dict[str, int]:
-    """How often each of the four verdicts occurs; claims that a run did not judge are counted apart.
+    """How often each of the four verdicts occurs, and how many claims were not judged if there are some.
 
     >>> verdict_counts(["yes", "no", "yes"])
     {'yes': 2, 'no': 1, 'undecided': 0, 'not testable': 0}

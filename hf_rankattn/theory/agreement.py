@@ -71,13 +71,6 @@ def lower_kernel(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return kernel
 
 
-def bytes_of(count: int, dtype: type) -> int:
-    """What the lower half of C takes in tiles."""
-    return sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in lower_tiles(count)) * (
-        np.dtype(dtype).itemsize
-    )
-
-
 class AgreementProduct:
     """Products of C with vectors, from tiles of its lower half: each serves twice, and as many are kept as memory allows.
 
@@ -195,7 +188,8 @@ def solve(
     If C fits into memory, all is done in float64. Else tiles are made anew in each step, in float32, which is twice as fast;
     what is left of b is then looked at in float64, and solved for again, until it is small enough.
     """
-    fits = bytes_of(len(target), np.float64) <= memory
+    tiles = lower_tiles(len(target))
+    fits = 8 * sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in tiles) <= memory
     # what the features cost, H m^2 products, should be a fraction of what the steps do that they save
     most = min(MOST_FEATURES, int((8 if fits else 24) * math.sqrt(len(target))))
     inverse = Polynomials(queries, keys, most)

@@ -16,7 +16,7 @@ from .inputs import head_weights, positive, unit_heads, whole
 
 
 def empty_model(**fields) -> RankEncoderForPointRegression:
-    """A model without biases in which all weights but those of norms are zero."""
+    """A model without biases in which all weights are zero, except those of norms."""
     config = RankEncoderConfig(attention_bias=False, output_scale=1.0, **fields)
     model: Any = RankEncoderForPointRegression(config).eval()
     with torch.no_grad():
@@ -50,16 +50,10 @@ def perfect_encoder(
     d, num_layers = whole("d", d, 2), whole("num_layers", num_layers, 1)
     beta, gain = positive("beta", beta), positive("gain", gain)
     if max(beta, gain) > 1e30:
-        raise ValueError(
-            f"`beta` and `gain` must leave room in single precision, at most 1e30; got {beta} and {gain}."
-        )
+        raise ValueError(f"`beta` and `gain` must fit into single precision, at most 1e30; got {beta} and {gain}.")
     model: Any = empty_model(input_dim=d, num_hidden_layers=num_layers, qk_scale=1.0)
-    attention = model.encoder.layers[0].attention
-    identity = torch.eye(d)
-    attention.query.weight.copy_(-beta * identity)
-    attention.key.weight.copy_(identity)
-    attention.value.weight.copy_(identity)
-    attention.output.weight.copy_(gain * identity)
+    for name, factor in (("query", -beta), ("key", 1), ("value", 1), ("output", gain)):
+        getattr(model.encoder.layers[0].attention, name).weight.copy_(factor * torch.eye(d))
     return model
 
 
@@ -75,9 +69,8 @@ def full_rank_head(d: int, beta: float = math.inf, farthest: bool = False) -> Ra
     On two orthonormal points the error is [`~hf_rankattn.theory.soft_error`], which is zero for an infinite beta.
     """
     d, beta = whole("d", d, 2), positive("beta", beta)
-    attention = "hardmax" if math.isinf(beta) else "softmax"
-    scale = 1.0 if math.isinf(beta) else beta
-    model: Any = bare_model(d, num_heads=1, qk_rank=d, attention=attention, qk_scale=scale)
+    attention, scale = ("hardmax", 1.0) if math.isinf(beta) else ("softmax", beta)
+    model: Any = bare_model(d, 1, qk_rank=d, attention=attention, qk_scale=scale)
     layer = model.encoder.layers[0].attention
     layer.query.weight.copy_((-1 if farthest else 1) * torch.eye(d))
     for part in (layer.key, layer.value, layer.output):
@@ -85,19 +78,10 @@ def full_rank_head(d: int, beta: float = math.inf, farthest: bool = False) -> Ra
     return model
 
 
-def bare_model(d: int, num_heads: int, qk_rank: int, attention: str, qk_scale: float) -> RankEncoderForPointRegression:
+def bare_model(d: int, num_heads: int, **fields) -> RankEncoderForPointRegression:
     """One layer of attention with values as wide as the points: no skip, norm or MLP."""
-    return empty_model(
-        input_dim=d,
-        num_attention_heads=num_heads,
-        qk_rank=qk_rank,
-        v_head_dim=d,
-        qk_scale=qk_scale,
-        attention=attention,
-        use_skip=False,
-        use_mlp=False,
-        norm="none",
-    )
+    fields |= {"use_skip": False, "use_mlp": False, "norm": "none"}
+    return empty_model(input_dim=d, num_attention_heads=num_heads, v_head_dim=d, **fields)
 
 
 @torch.no_grad()
@@ -113,7 +97,7 @@ def rank_one_layer(queries, keys, weights=None) -> RankEncoderForPointRegression
     queries, keys = unit_heads(queries, keys)
     weights = optimal_weights(queries, keys) if weights is None else head_weights(weights, len(queries))
     count, d = queries.shape
-    model: Any = bare_model(d, num_heads=count, qk_rank=1, attention="hardmax", qk_scale=1.0)
+    model: Any = bare_model(d, count, qk_rank=1, attention="hardmax", qk_scale=1.0)
     attention = model.encoder.layers[0].attention
     attention.query.weight.copy_(torch.from_numpy(queries))
     attention.key.weight.copy_(torch.from_numpy(keys))
@@ -160,22 +144,11 @@ def majority_vote(d: int, num_heads: int, seed: int, num_queries: int = 1) -> Ra
     """
     queries, _ = random_heads(d, num_heads, seed, "equal")
     piece = -(-d // num_heads)
-    model: Any = empty_model(
-        input_dim=d,
-        input_map="linear",
-        hidden_size=2 * d + 2,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        qk_rank=1,
-        v_head_dim=[1, piece],
-        qk_scale=1.0,
-        attention="hardmax",
-        use_mlp=False,
-        norm="none",
-        position="concatenated",
-        position_dim=d + 2,
-        max_position_embeddings=2 + whole("num_queries", num_queries, 1),
-    )
+    sizes = {"input_dim": d, "hidden_size": 2 * d + 2, "num_hidden_layers": 2, "num_attention_heads": num_heads}
+    heads = {"qk_rank": 1, "v_head_dim": [1, piece], "qk_scale": 1.0, "attention": "hardmax"}
+    plain = {"input_map": "linear", "use_mlp": False, "norm": "none"}
+    positions = {"position_dim": d + 2, "max_position_embeddings": 2 + whole("num_queries", num_queries, 1)}
+    model: Any = empty_model(**sizes, **heads, **plain, position="concatenated", **positions)
     name, vote, answer = d, d + 1, d + 2
     embeddings, (first, second) = model.encoder.embeddings, (layer.attention for layer in model.encoder.layers)
     embeddings.tokens.weight.copy_(torch.eye(d))

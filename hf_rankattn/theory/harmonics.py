@@ -8,6 +8,7 @@ P_l(1) = 1.
 import math
 
 import numpy as np
+from scipy.special import betainc
 
 from .inputs import cosines, whole
 
@@ -32,6 +33,12 @@ def log_harmonic_dimension(d: int, degree: int) -> float:
     return math.log(2 * degree + d - 2) + math.lgamma(degree + d - 2) - math.lgamma(d - 1) - math.lgamma(degree + 1)
 
 
+def dimension_growth(d: int, degree: np.ndarray) -> np.ndarray:
+    """N(d, l + 2) / N(d, l)."""
+    growth = (2 * degree + d + 2) / (2 * degree + d - 2)
+    return growth * ((degree + d - 1) * (degree + d - 2) / ((degree + 1) * (degree + 2)))
+
+
 def sphere_constant(d: int) -> float:
     """c_d, the density of a coordinate at zero: Gamma(d / 2) / (sqrt(pi) Gamma((d - 1) / 2)).
 
@@ -43,15 +50,8 @@ def sphere_constant(d: int) -> float:
 
 
 def angle_distribution(d: int, angle: np.ndarray) -> np.ndarray:
-    """P(asin|u| <= angle) for a coordinate u, by the reduction formula of the integral of cos^(d - 2)."""
-    n = d - 2
-    sine, cosine = np.sin(angle), np.cos(angle)
-    part, whole_part, power = (angle, math.pi / 2, cosine) if n % 2 == 0 else (sine, 1.0, cosine**2)
-    for step in range(2 + n % 2, n + 1, 2):
-        part = power * sine / step + (step - 1) / step * part
-        whole_part *= (step - 1) / step
-        power = power * cosine**2
-    return part / whole_part
+    """P(asin|u| <= angle) for a coordinate u, whose square has a beta distribution."""
+    return betainc(0.5, (d - 1) / 2, np.sin(angle) ** 2)
 
 
 def gauss_panels(stop: float, panels: int = 24) -> tuple[np.ndarray, np.ndarray]:
@@ -95,10 +95,7 @@ def sign_energies(d: int, count: int) -> np.ndarray:
     """
     d, count = whole("d", d, 2), whole("count", count, 1)
     k = np.arange(count - 1, dtype=np.float64)
-    degree = 2 * k + 1
-    growth = (2 * degree + d + 2) / (2 * degree + d - 2)
-    growth *= (degree + d - 1) * (degree + d - 2) / ((degree + 1) * (degree + 2))
-    ratios = growth * ((k + 0.5) / (k + (d + 1) / 2)) ** 2
+    ratios = dimension_growth(d, 2 * k + 1) * ((k + 0.5) / (k + (d + 1) / 2)) ** 2
     return sign_coefficient(d, 1) ** 2 * np.concatenate([[1.0], np.cumprod(ratios)])
 
 
@@ -111,21 +108,17 @@ def legendre(d: int, degree: int, x) -> np.ndarray:
            [-0.125,  1.   ]])
     """
     d, degree, x = whole("d", d, 2), whole("degree", degree, 0), cosines(x)
-    values = np.empty((degree + 1, *x.shape))
-    for step, value in enumerate(legendre_steps(d, degree, x)):
-        values[step] = value
-    return values
+    return np.stack(list(legendre_steps(d, degree, x)))
 
 
 def legendre_steps(d: int, degree: int, x: np.ndarray):
-    """The same one degree after the other, so that nobody has to keep them all."""
-    before, value = np.zeros_like(x), np.ones_like(x)
-    yield value
-    for step in range(degree):
-        if step == 0:
-            before, value = value, x.copy()
-        else:
-            before, value = value, ((2 * step + d - 2) * x * value - step * before) / (step + d - 2)
+    """The same one degree after the other, so that a caller does not have to keep all of them."""
+    before, value = np.ones_like(x), x.copy()
+    yield before
+    if degree:
+        yield value
+    for step in range(1, degree):
+        before, value = value, ((2 * step + d - 2) * x * value - step * before) / (step + d - 2)
         yield value
 
 
@@ -135,9 +128,7 @@ def degree_floor(d: int, degree: int) -> float:
     >>> round(degree_floor(64, 1), 5), round(degree_floor(64, 3), 5)
     (0.17919, 0.12498)
     """
-    whole("d", d, 2)
-    degree = whole("degree", degree, 0)
-    count = (degree + 1) // 2
+    count = (whole("degree", degree, 0) + 1) // 2
     return 0.5 * (1 - float(sign_energies(d, count).sum())) if count else 0.5
 
 
@@ -154,6 +145,5 @@ def continuous_weight(d: int, degree: int, cosine) -> np.ndarray:
     total = np.zeros_like(x)
     for step, value in enumerate(legendre_steps(d, degree, x)):
         if step % 2:
-            dimension = float(harmonic_dimension(d, step))
-            total += dimension**1.5 / sign_coefficient(d, step) * value
+            total += float(harmonic_dimension(d, step)) ** 1.5 / sign_coefficient(d, step) * value
     return total

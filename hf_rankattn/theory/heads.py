@@ -10,6 +10,7 @@ import math
 from functools import lru_cache
 
 import numpy as np
+from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
 from .agreement import SCALE, TILE, AgreementProduct, arcsine_tile, lower_kernel, solve
 from .harmonics import legendre_steps, log_harmonic_dimension, sign_energies
@@ -111,36 +112,20 @@ def optimal_weights(
     if method is None:
         method = "cholesky" if len(queries) <= LARGEST_DIRECT else "conjugate_gradients"
     if method == "cholesky":
-        return cholesky_solve(lower_kernel(queries, keys), target)
+        try:
+            return cho_solve(cho_factor(lower_kernel(queries, keys), lower=True, overwrite_a=True), target)
+        except LinAlgError:
+            raise ValueError(
+                f"the kernel of these {len(target)} heads is singular: two of them are equal, up to a common sign of query "
+                "and key, or they are more than their dimension can tell apart. Leave some out, or use "
+                "method='conjugate_gradients', which finds one of the many optima."
+            ) from None
     memory, max_steps = whole("memory", memory, 0), whole("max_steps", max_steps, 1)
     return solve(queries, keys, target, memory, tolerance, max_steps)
 
 
 def accuracy_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return head_accuracy(queries.shape[1], np.einsum("hd,hd->h", queries, keys))
-
-
-def cholesky_solve(kernel: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Solve with a matrix of which only the lower half is read. numpy has no triangular solver, so tiles stand in for it."""
-    try:
-        factor = np.linalg.cholesky(kernel)
-    except np.linalg.LinAlgError:
-        raise ValueError(
-            f"the kernel of these {len(target)} heads is singular: two of them are equal, up to a common sign of query and "
-            "key, or they are more than their dimension can tell apart. Leave some out, or use "
-            "method='conjugate_gradients', which finds one of the many optima."
-        ) from None
-    solution = target.copy()
-    starts = range(0, len(target), TILE)
-    for start in starts:
-        part = slice(start, start + TILE)
-        solution[part] -= factor[part, :start] @ solution[:start]
-        solution[part] = np.linalg.solve(factor[part, part], solution[part])
-    for start in reversed(starts):
-        part, after = slice(start, start + TILE), slice(start + TILE, None)
-        solution[part] -= solution[after] @ factor[after, part]
-        solution[part] = np.linalg.solve(factor[part, part].T, solution[part])
-    return solution
 
 
 def expected_error(queries, keys, weights=None, *, method: str | None = None) -> float:

@@ -1,5 +1,6 @@
-"""What the formulas may be asked, checked in one place."""
+"""Checks of the arguments of formulas, and the search for the smallest argument that is large enough."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,21 @@ def head_weights(weights: Any, count: int) -> np.ndarray:
     if weights.shape != (count,) or not np.isfinite(weights).all():
         raise ValueError(f"`weights` must be {count} finite numbers, one for each head, got shape {weights.shape}.")
     return weights
+
+
+def first_whole(low: int, limit: int, enough: Callable[[int], bool]) -> int | None:
+    """The smallest whole number from `low` on that is enough, by doubling and bisection; None if it is above `limit`."""
+    if enough(low):
+        return low
+    high = 2 * low
+    while not enough(high):
+        low, high = high, 2 * high
+        if high > limit:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def share(name: str, value: Any) -> float:

@@ -7,24 +7,20 @@ heads leave at least the share `1 - H C(l + r - 1, r - 1) / N(d, l)` of each deg
 
 import numpy as np
 
-from .harmonics import sign_energies
-from .inputs import positive, whole
+from .harmonics import dimension_growth, sign_energies
+from .inputs import first_whole, positive, whole
 
 
 LARGEST_COUNT = 2**20  # odd degrees
-LARGEST_COUNT_OF_HALVES = (
-    2**14
-)  # a head of rank d - 1 sees half of every high degree: its share tends to 1/2, not to 0
+# a head of rank d - 1 sees half of every high degree: its share tends to 1/2, not to 0
+LARGEST_COUNT_OF_HALVES = 2**14
 
 
 def seen_shares(d: int, r: int, count: int) -> np.ndarray:
     """C(l + r - 1, r - 1) / N(d, l) of the first odd degrees, (count,), falling from r / d."""
-    k = np.arange(count - 1, dtype=np.float64)
-    degree = 2 * k + 1
+    degree = 2 * np.arange(count - 1, dtype=np.float64) + 1
     seen = (degree + r) * (degree + r + 1) / ((degree + 1) * (degree + 2))
-    dimension = (2 * degree + d + 2) / (2 * degree + d - 2)
-    dimension *= (degree + d - 1) * (degree + d - 2) / ((degree + 1) * (degree + 2))
-    return r / d * np.concatenate([[1.0], np.cumprod(seen / dimension)])
+    return r / d * np.concatenate([[1.0], np.cumprod(seen / dimension_growth(d, degree))])
 
 
 def check_geometry(d: int, r: int) -> tuple[int, int]:
@@ -69,14 +65,7 @@ def heads_needed(d: int, r: int, error: float) -> int:
     ([20, 108], 1)
     """
     (d, r), error = check_geometry(d, r), positive("error", error)
-    if lower_bound(d, r, 1) <= error:
-        return 1
-    low, high = 1, 2
-    while lower_bound(d, r, high) > error:
-        low, high = high, 2 * high
-        if high > 10**300:
-            raise ValueError(f"an error of {error} needs more than 1e300 heads of rank {r} in {d} dimensions.")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if lower_bound(d, r, middle) > error else (low, middle)
-    return high
+    found = first_whole(1, 10**300, lambda num_heads: lower_bound(d, r, num_heads) <= error)
+    if found is None:
+        raise ValueError(f"an error of {error} needs more than 1e300 heads of rank {r} in {d} dimensions.")
+    return found

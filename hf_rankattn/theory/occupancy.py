@@ -8,13 +8,17 @@ import math
 from functools import lru_cache
 
 import numpy as np
+from scipy.special import gammaln, log_ndtr, ndtr
 
 from .harmonics import angle_distribution, gauss_panels
-from .inputs import share, whole
+from .inputs import first_whole, share, whole
 
 
 KEYS = ("gaussian", "unit")
 LAWS = ("mean_field", "log_normal")
+# points of [0, 12] and the logarithm of the normal distribution there; interpolation changes coverage by at most 2e-6
+POINTS = np.linspace(0, 12, 6001)
+LOG_NORMAL = POINTS, log_ndtr(POINTS)
 
 
 def distinct_columns(num_keys: int, num_queries: int | None = None) -> float:
@@ -76,7 +80,7 @@ def hardmax_limits() -> dict[str, float]:
     {'rank': 0.6321, 'effective_rank': 0.6153, 'participation_ratio': 0.5}
     """
     count = np.arange(1, 60)
-    mass = np.exp(-1 - np.array([math.lgamma(c + 1) for c in count]))
+    mass = np.exp(-1 - gammaln(count + 1))
     singular = np.sqrt(count)
     total = float(mass @ singular)
     entropy = math.log(total) - float(mass @ (singular * np.log(singular))) / total
@@ -87,17 +91,6 @@ def hardmax_limits() -> dict[str, float]:
     }
 
 
-def normal_distribution(x: np.ndarray) -> np.ndarray:
-    return 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in x.ravel()]).reshape(x.shape)
-
-
-@lru_cache
-def normal_table() -> tuple[np.ndarray, np.ndarray]:
-    """Points of [0, 12] and the logarithm of the normal distribution there: numpy has no error function for arrays."""
-    x = np.linspace(0, 12, 6001)
-    return x, np.log(normal_distribution(x))
-
-
 def expected_maximum(n: int) -> float:
     """m_n, the mean of the largest of n independent standard normal numbers, integrated to 1e-12.
 
@@ -106,8 +99,7 @@ def expected_maximum(n: int) -> float:
     """
     n = whole("n", n, 1)
     x, weight = gauss_panels(12.0)
-    above, below = normal_distribution(x), normal_distribution(-x)
-    return float(weight @ (-np.expm1(n * np.log(above)) - below**n))
+    return float(weight @ (-np.expm1(n * log_ndtr(x)) - ndtr(-x) ** n))
 
 
 @lru_cache
@@ -174,7 +166,7 @@ def coverage(n: int, qk_rank: int, keys: str = "gaussian", law: str = "mean_fiel
     length = math.sqrt(d) * np.exp(log_length)
     angle, weight = gauss_panels(math.pi / 2, panels=6)
     weight = weight * np.cos(angle) ** (d - 2)
-    log_below = np.interp(length[:, None] * np.sin(angle), *normal_table())
+    log_below = np.interp(length[:, None] * np.sin(angle), *LOG_NORMAL)
     wins = 0.5 * (np.exp((n - 1) * log_below) @ weight) / weight.sum()
     wins += 0.5 * (-np.expm1(log_below)) ** (n - 1) @ weight / weight.sum()
     return float(density @ hit_share(n * wins, cell_shape(d - 1)) / density.sum())
@@ -208,17 +200,10 @@ def saturation_width(n: int, reached: float, keys: str = "gaussian", law: str = 
     n, reached = whole("n", n, 2), share("reached", reached)
     check_choices(keys, law)
     goal = reached * distinct_columns(n) / n
-    low, high = 2, 2
-    if coverage(n, low, keys, law) >= goal:
+    width = first_whole(2, 2**20, lambda width: coverage(n, width, keys, law) >= goal)
+    if width is None:
+        raise ValueError(f"no width up to 2**20 reaches {reached} of the ceiling for n={n}; ask for a smaller share.")
+    if width == 2:
         return 2.0
-    while coverage(n, high, keys, law) < goal:
-        low, high = high, 2 * high
-        if high > 2**20:
-            raise ValueError(
-                f"no width up to 2**20 reaches {reached} of the ceiling for n={n}; ask for a smaller share."
-            )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if coverage(n, middle, keys, law) < goal else (low, middle)
-    below, above = coverage(n, low, keys, law), coverage(n, high, keys, law)
-    return low * (high / low) ** ((goal - below) / (above - below))
+    below, above = (coverage(n, near, keys, law) for near in (width - 1, width))
+    return (width - 1) * (width / (width - 1)) ** ((goal - below) / (above - below))

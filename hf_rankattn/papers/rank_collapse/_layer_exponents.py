@@ -1,12 +1,13 @@
-"""The rate of collapse, over all layers and of a single one: what the theorems say of it, and what is measured."""
+"""The rate of collapse over all layers and in one layer, beside the theorems."""
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from ...families.architectures import family_of, layers_of
@@ -20,39 +21,32 @@ from ..sweep.judging import Claim
 from ._subjects import AXIS, Batch, fresh_model, inputs_of, layer_axis, number
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # title -> model type, config fields, change to the layer: layers whose exponent is measured
-LAYERS: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "BERT": ("bert", {}, None),
-    "BERT, norm kept": ("bert", {}, "behind the norm"),
-    "BERT, causal mask": ("bert", {"is_decoder": True}, None),
-    "RoBERTa": ("roberta", {}, None),
-    "ELECTRA": ("electra", {}, None),
-    "ALBERT": ("albert", {}, None),
-    "DistilBERT": ("distilbert", {}, None),
-    "RankEncoder": ("rank_encoder", {}, None),
-    "ViT": ("vit", {}, None),
-    "XLNet": ("xlnet", {}, None),
+LAYERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "BERT": ("bert", {}, ""),
+    "BERT, norm kept": ("bert", {}, "after the norm"),
+    "BERT, causal mask": ("bert", {"is_decoder": True}, ""),
+    **{name: (name.lower(), {}, "") for name in ("RoBERTa", "ELECTRA", "ALBERT", "DistilBERT")},
+    "RankEncoder": ("rank_encoder", {}, ""),
+    **{name: (name.lower(), {}, "") for name in ("ViT", "XLNet")},
     "XLNet, relative positions zeroed": ("xlnet", {}, "no relative positions"),
-    "XLNet, causal mask": ("xlnet", {"attn_type": "uni"}, None),
-    "GPT-2 (causal)": ("gpt2", {}, None),
-    "Llama (causal, rotary)": ("llama", {}, None),
+    "XLNet, causal mask": ("xlnet", {"attn_type": "uni"}, ""),
+    "GPT-2 (causal)": ("gpt2", {}, ""),
+    "Llama (causal, rotary)": ("llama", {}, ""),
     "Llama without its causal mask": ("llama", {}, "no mask"),
-    "DeepSeek-V3 (causal, rotary)": ("deepseek_v3", {}, None),
+    "DeepSeek-V3 (causal, rotary)": ("deepseek_v3", {}, ""),
 }
-# their logits depend on content alone, and every token attends to every other
+# logits depend on content alone, and every token attends to every other
 CUBIC = {"BERT", "BERT, norm kept", "RoBERTa", "ELECTRA", "ALBERT", "DistilBERT", "RankEncoder", "ViT"}
 CUBIC |= {"XLNet, relative positions zeroed"}
 LARGE, SMALL = 0.03, 0.003
 
 
 def attention_exponent(title: str, shape: str, tokens: int, seed: int) -> float:
-    """The slope of log residual after the first layer's attention, against log residual before it.
+    """The slope of the log residual after the attention of the first layer against the log residual before it.
 
-    3 is the cubic contraction of the theorem; 1 a constant factor. States are one row shared by all tokens, plus a small
-    part that differs, in float64 (Llama's norms compute in float32, so the small part is not smaller).
+    3 is the cubic contraction of the theorem, 1 a constant factor. All tokens share one row, to which a small random part
+    is added, in float64. The norms of Llama compute in float32, so the small part is not smaller.
     """
     family, fields, change = LAYERS[title]
     model = fresh_model(family, shape, seed, "float64", **fields)
@@ -61,7 +55,7 @@ def attention_exponent(title: str, shape: str, tokens: int, seed: int) -> float:
         batch["attention_mask"] = torch.zeros(1, 1, tokens, tokens, dtype=torch.float64)
     if change == "no relative positions":
         layers_of(model)[0].rel_attn.r.data.zero_()  # type: ignore[union-attr,operator]
-    large, small = (residual_after(model, batch, size, seed, change == "behind the norm") for size in (LARGE, SMALL))
+    large, small = (residual_after(model, batch, size, seed, change == "after the norm") for size in (LARGE, SMALL))
     return math.log(large / small) / math.log(LARGE / SMALL)
 
 
@@ -93,7 +87,7 @@ def residual_after(model: PreTrainedModel, batch: Batch, size: float, seed: int,
     return composite_norm(residual(states))[0].item()
 
 
-def exponents_figure(table: pd.DataFrame) -> "Figure":
+def exponents_figure(table: pd.DataFrame) -> Figure:
     """Left: attention alone under each mask, in float64. Right: the exponent of one layer of each family."""
     figure, axes = new_figure(1, 2, 13.0, 5.4, width_ratios=[1.1, 1.0])
     left, right = axes[0]
@@ -133,12 +127,8 @@ def rate_claims(table: pd.DataFrame) -> Iterator[Claim]:
         theorem = model in ("BERT", "ALBERT")
         first = ", ".join(number(value) for value in values[: min(5, rate.used + 1)])
         why = (
-            ""
-            if theorem
-            else (
-                " The theorem is of maps that depend on content alone and see all tokens: with relative positions or a causal "
-                "mask the residual behind a layer is linear in that before it, not cubic."
-            )
+            " The theorem is of maps that depend on content alone and see all tokens: with relative positions or a causal "
+            "mask the residual behind a layer is linear in that before it, not cubic."
         )
         yield Claim(
             f"{model}: attention alone collapses doubly exponentially",
@@ -147,7 +137,7 @@ def rate_claims(table: pd.DataFrame) -> Iterator[Claim]:
             f"fitted exponent {rate.exponent:.2f}, {words.get(rate.kind, rate.kind)} (mean factor 1/{1 / rate.factor:.3g}; "
             f"float64: {first})",
             rate.kind == "doubly_exponential",
-            f"Required: a fitted exponent above {FASTER:g}.{why}",
+            f"Required: a fitted exponent above {FASTER:g}.{'' if theorem else why}",
         )
     slopes = table[table.kind == "exponent"].groupby("model", sort=False).exponent.mean()
     cubic, linear = slopes[slopes.index.isin(CUBIC)], slopes[~slopes.index.isin(CUBIC)]

@@ -1,11 +1,15 @@
-"""What the experiments on rank collapse share: models and their inputs, and parts of figures."""
+"""Models, their inputs and parts of figures that the experiments on rank collapse share."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ... import models as models  # registers the rank models with the Auto classes
@@ -14,10 +18,6 @@ from ...files.texts import package_text
 from ...probe.survey import facts_of, load_checkpoint, load_tokenizer, random_batches, read_texts, text_batches
 from ...tasks.memorization import words_of
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Batch = dict[str, torch.Tensor]
 AXIS = "relative residual\n(1: nothing shared, 0: all tokens equal)"
@@ -131,10 +131,8 @@ def checkpoint_inputs(
     return model, batches, facts_of(model, name, False, source=source)
 
 
-def layer_axis(axis: "Axes", log: bool = True) -> None:
-    """Layers below; relative residuals on a logarithmic axis whose grey band is the floor of float32."""
-    from matplotlib.ticker import MaxNLocator
-
+def layer_axis(axis: Axes, log: bool = True) -> None:
+    """Layers on the horizontal axis; with `log`, a logarithmic axis whose grey band is the floor of float32."""
     axis.set_xlabel("layer (0: embeddings)")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(True, color="0.92")
@@ -147,19 +145,19 @@ def number(value: float) -> str:
     return f"{value:.3f}" if value >= 0.01 else f"{value:.1e}"
 
 
-def shared_legend(figure: "Figure", axes: "Sequence[Axes]", published: str | None = None, columns: int = 3) -> None:
-    """One legend below all panels, with the labels of some of them and one for the published curves."""
+def titled(figure: Figure, title: str, axes: Sequence[Axes], published: str | None = None, columns: int = 3) -> Figure:
+    """The figure with a title and one legend below all panels: the labels of `axes` and one for the published curves."""
+    figure.suptitle(title, fontsize=11)
     entries = [entry for axis in axes for entry in zip(*axis.get_legend_handles_labels(), strict=True)]
     if published:
-        from matplotlib.lines import Line2D
-
         line = Line2D([], [], color="0.4", marker="o", markerfacecolor="white", linewidth=0.8, markersize=4)
         entries.append((line, published))
     handles, labels = zip(*entries, strict=True)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    return figure
 
 
-def mean_and_band(axis: "Axes", groups: Any, style: tuple[str, str, str], label: str, size: float = 5) -> None:
+def mean_and_band(axis: Axes, groups: Any, style: tuple[str, str, str], label: str, size: float = 5) -> None:
     """The mean of grouped values as a line, their least to largest as a band."""
     marker, line, colour = style
     mean = groups.mean()

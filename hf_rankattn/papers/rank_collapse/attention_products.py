@@ -1,29 +1,19 @@
-"""Products of attention maps along random paths: how fast chained maps forget which token they started from."""
+"""Products of attention maps along random paths: how fast their rows become equal with the length of the path."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from ...probe.isolated import path_products
 from ...report.plots import STYLES, new_figure
 from ..published import published_table
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim
-from ._subjects import (
-    FLOOR,
-    checkpoint_inputs,
-    checkpoint_parameters,
-    fresh_model,
-    inputs_of,
-    layer_axis,
-    shared_legend,
-)
+from ._subjects import FLOOR, checkpoint_inputs, checkpoint_parameters, fresh_model, inputs_of, layer_axis, titled
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "attention-products"
 SHOWS = "residual of chained attention maps against the length of the path, in the theorem's and the published order"
@@ -75,7 +65,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     ]
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     figure, axes = new_figure(1, 1, 8.4, 5.8)
     axis = axes[0, 0]
     styles = iter([*STYLES, ("P", "--", "0.2")])
@@ -99,12 +89,9 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
     layer_axis(axis)
     axis.set(xlabel="maps in the product (length of the path)", ylabel="relative residual of the product")
     axis.set_ylim(FLOOR / 4, 1.5)
-    shared_legend(figure, [axis], columns=2)
-    title = (
-        f"Chained attention maps along {int(table.samples.iloc[0])} random paths of each length (median, quartiles)"
-    )
-    figure.suptitle(title, fontsize=11)
-    return {"attention-products": figure}
+    samples = int(table.samples.iloc[0])
+    title = f"Chained attention maps along {samples} random paths of each length (median, quartiles)"
+    return {"attention-products": titled(figure, title, [axis], columns=2)}
 
 
 def medians(table: pd.DataFrame, order: str, center: str, weights: str = "init") -> pd.Series:

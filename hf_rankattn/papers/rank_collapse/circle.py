@@ -1,12 +1,13 @@
-"""A layer that is fed its own output: two points on a circle that stay apart, or fall together."""
+"""A layer whose output is its next input: two points on a circle stay apart or collapse to one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from ...models import RankEncoderConfig, RankEncoderForPointRegression
@@ -16,11 +17,8 @@ from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, judge
 from ..sweep.tolerances import CIRCLE_STEPS
 from ._row_training import RowTraining, train_rows
-from ._subjects import shared_legend
+from ._subjects import titled
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "circle"
 SHOWS = "trajectories of two points under a recurrent attention layer, without skip, with skip, with MLP, over widths"
@@ -74,7 +72,7 @@ def layer_of(variant: str, as_published: bool) -> dict[str, bool]:
 
 
 def circle_model(hidden: int, seed: int, **layer: Any) -> RankEncoderForPointRegression:
-    """The model with the published initial weights: at this learning rate a run ends not far from them."""
+    """A model with the published initial weights, which matter because the learning rate is small."""
     torch.manual_seed(seed)
     layer |= {"hidden_size": hidden, "num_attention_heads": 2, "intermediate_size": hidden, "hidden_act": "gelu"}
     norms: dict[str, Any] = {"input_norm": True, "norm": "layer", "norm_eps": 1e-12}
@@ -90,7 +88,7 @@ def circle_model(hidden: int, seed: int, **layer: Any) -> RankEncoderForPointReg
 
 
 def trajectory(model: nn.Module, points: torch.Tensor, accumulated: bool) -> list[dict[str, Any]]:
-    """The two points at each step when outputs are fed back; if `accumulated`, as published, the sum of all outputs is."""
+    """The two points at each step. The next input is the output or, if `accumulated` (as published), the sum of all."""
     rows, state = [], points
     for step in range(STEPS + 1):
         (x0, y0), (x1, y1) = points[0].tolist()
@@ -102,11 +100,11 @@ def trajectory(model: nn.Module, points: torch.Tensor, accumulated: bool) -> lis
     return rows
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     return {"circle": trajectory_figure(table), "circle-gaps": gap_figure(table)}
 
 
-def trajectory_figure(table: pd.DataFrame) -> "Figure":
+def trajectory_figure(table: pd.DataFrame) -> Figure:
     """Trajectories of both points for the first seed: a row of panels per variant, a panel per width."""
     variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
     size = max(8.0, 3.1 * len(widths) + 1), 3.0 * len(variants) + 1
@@ -139,7 +137,7 @@ def trajectory_figure(table: pd.DataFrame) -> "Figure":
     return figure
 
 
-def gap_figure(table: pd.DataFrame) -> "Figure":
+def gap_figure(table: pd.DataFrame) -> Figure:
     variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
     figure, axes = new_figure(1, len(widths), max(8.0, 3.9 * len(widths) + 1), 4.8, sharey=True)
     for axis, width in zip(axes[0], widths, strict=True):
@@ -153,9 +151,8 @@ def gap_figure(table: pd.DataFrame) -> "Figure":
         axis.set_title(f"d {int(width)}", fontsize=10)
         axis.grid(True, color="0.92")
     axes[0, 0].set_ylabel("distance of the two points (0 drawn as 1e-8)")
-    shared_legend(figure, [axes[0, 0]])
-    figure.suptitle("Do the two points stay apart? A line for each seed; grey: equal within precision", fontsize=11)
-    return figure
+    title = "Do the two points stay apart? A line for each seed; grey: equal within precision"
+    return titled(figure, title, [axes[0, 0]])
 
 
 # variant -> the claim, why it holds or not here, and why in a run as published
@@ -180,8 +177,7 @@ CLAIMS = {
 
 def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
     found = []
-    as_published = bool(table.as_published.any())
-    source = "Dong et al., recurrent circle"
+    as_published, source = bool(table.as_published.any()), "Dong et al., recurrent circle"
     start = table[table.step == 0].gap.iloc[0]
     for variant, (claim, why, why_published) in CLAIMS.items():
         rows = table[table.variant == variant]

@@ -1,11 +1,12 @@
-"""How many paths through heads and skips an architecture has, how long they are, and that they add up to its output."""
+"""The number and the length of paths through heads and skips, and a test that they add up to the output."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from transformers import BertConfig, BertModel
 
 from ... import theory
@@ -15,9 +16,6 @@ from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim
 from ._subjects import mean_and_band
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "path-counts"
 SHOWS = "the lengths of all paths through named architectures, and small networks taken apart path by path"
@@ -79,7 +77,7 @@ def taken_apart(layers: int, heads: int, hidden: int, tokens: int, skip: bool, s
     ]
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Left: the distribution of path lengths. Right: the residual of the paths of small networks, by length."""
     figure, axes = new_figure(1, 2, 13.0, 5.2, width_ratios=[1.25, 1.0])
     left, right = axes[0]
@@ -90,12 +88,9 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
     for place, names in enumerate(shapes.values()):
         rows = counts[counts.architecture == names[0]]
         label = f"{', '.join(names)}: $10^{{{rows.log10_total.iloc[0]:.1f}}}$ paths"
-        look = {
-            "marker": "os^Dv<>P*X"[place % 10],
-            "color": STYLES[place % 5][2],
-            "linestyle": "-" if place % 10 < 5 else "--",
-        }
-        left.plot(rows.length / rows.length.max(), rows.share, markersize=4, linewidth=1, label=label, **look)
+        look: dict[str, Any] = {"marker": "os^Dv<>P*X"[place % 10], "color": STYLES[place % 5][2], "markersize": 4}
+        look |= {"linestyle": "-" if place % 10 < 5 else "--", "linewidth": 1}
+        left.plot(rows.length / rows.length.max(), rows.share, label=label, **look)
     left.set(xlabel="length of path / layers", ylabel="share of all paths", xlim=(0.35, 1.02), ylim=(0, None))
     left.legend(fontsize=7, loc="upper left")
     left.set_title("By number, nearly all paths are long", fontsize=10)

@@ -1,11 +1,13 @@
-"""What paths of each length are worth to a trained model: run by themselves as published, and as parts of its output."""
+"""The accuracy of paths of each length in a trained model: run by themselves as published, and as parts of its output."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from ...models import RankEncoderConfig, RankEncoderForTokenClassification
@@ -17,12 +19,8 @@ from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, every, judge, not_testable
 from ..sweep.tolerances import ACCURACY, ALL_PATHS, PATH_ACCURACY, REFERENCE
 from ._row_training import RowTraining, train_rows
-from ._subjects import mean_and_band, shared_legend
+from ._subjects import mean_and_band, titled
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "path-effectiveness"
 SHOWS = "accuracy on sorting, hulls and memorization of single paths and of exact parts of the output, by path length"
@@ -101,9 +99,8 @@ def trained_model(parameters: Mapping[str, Any], builder: Any, work: Path) -> tu
     """The model of a cell, trained on its rows, and the columns that describe the run."""
     names = ("epochs", "learning_rate", "seed", "batch_size", "weight_decay")
     training = RowTraining(**{name: parameters[name] for name in names}, shuffle=not parameters["as_published"])
-    columns = rows_of(builder, "train", parameters["train"])
     model = task_model(parameters, builder)
-    return model, train_rows(model, columns, training, work)
+    return model, train_rows(model, rows_of(builder, "train", parameters["train"]), training, work)
 
 
 def scored_rows(parameters: Mapping[str, Any], builder: Any) -> dict[str, Any]:
@@ -155,11 +152,8 @@ def task_model(parameters: Mapping[str, Any], builder: Any) -> RankEncoderForTok
     fields: dict[str, Any] = {"position": "none"}
     if parameters["task"] == "sorting":
         # drawn from -1 to 1, of the same size as tokens: the norm after the sum would hide smaller positions
-        fields = {
-            "position": "additive",
-            "max_position_embeddings": builder.config.length,
-            "initializer_range": 3**-0.5,
-        }
+        fields = {"position": "additive", "max_position_embeddings": builder.config.length}
+        fields["initializer_range"] = 3**-0.5
     if parameters["task"] == "convex_hull":
         fields["input_map"] = "mlp"
     sizes = {"hidden_size": parameters["hidden"], "intermediate_size": parameters["hidden"]}
@@ -170,7 +164,7 @@ def task_model(parameters: Mapping[str, Any], builder: Any) -> RankEncoderForTok
     return RankEncoderForTokenClassification(config)
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """A column for each task: isolated paths above, exact parts of the output below."""
     tasks = list(dict.fromkeys(table.task))
     published = published_table("path_effectiveness").set_index("task")
@@ -197,14 +191,12 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
         lower.set_xlabel("length of paths (heads on the way)")
     axes[0, 0].set_ylabel("accuracy\nisolated paths, as published", fontsize=9)
     axes[1, 0].set_ylabel("accuracy\nexact parts of the output", fontsize=9)
-    shared_legend(figure, list(axes[:, 0]), columns=4)
     title = "What paths of each length are worth (mean; band: least to largest over seeds and draws)"
-    figure.suptitle(title, fontsize=11)
-    return {"path-effectiveness": figure}
+    return {"path-effectiveness": titled(figure, title, list(axes[:, 0]), columns=4)}
 
 
-def reference_lines(axis: "Axes", rows: pd.DataFrame, published: pd.Series, baseline: tuple[str, str]) -> None:
-    """Our accuracies solid and the published ones dashed, with their names to the right of all points."""
+def reference_lines(axis: Axes, rows: pd.DataFrame, published: pd.Series, baseline: tuple[str, str]) -> None:
+    """Lines at our accuracies (solid) and the published ones (dashed), with their names to the right."""
     column, seen = baseline
     longest = float(rows.length.max())
     lines = [

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from ...families.architectures import family_of, layers_of
@@ -30,13 +32,9 @@ from ._subjects import (
     inputs_of,
     layer_axis,
     number,
-    shared_legend,
+    titled,
 )
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NAME = "residuals"
 SHOWS = "relative residual by layer in four variants: BERT, ALBERT, XLNet, every other family, and any checkpoint"
@@ -122,7 +120,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
 
 
 def initial_curves(parameters: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The four variants of one fresh model; as published, each of another model, and ALBERT's MLPs only half removed."""
+    """The variants of one fresh model; as published, each of another model, and parts of ALBERT's MLPs are kept."""
     family, shape, seed, inputs = (parameters[name] for name in ("model", "shape", "seed", "inputs"))
     if not parameters["as_published"]:
         model = fresh_model(family, shape, seed)
@@ -170,7 +168,7 @@ def published_curve(model: str, weights: str, variant: str) -> pd.Series:
     return rows.set_index("layer").value
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Filled markers are ours; hollow ones are read off the published figures."""
     found = {f"residuals-init-{inputs}": initial_figure(table, inputs) for inputs in ("ids", "text")}
     found["residuals-pretrained"] = pretrained_figure()
@@ -182,23 +180,27 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
     return found
 
 
-def draw_curves(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_curves(axis: Axes, rows: pd.DataFrame) -> None:
     """One line for each variant: mean over seeds, band over texts and seeds."""
     for variant, (name, line, marker, colour) in LOOKS.items():
         for tricked in ("", TRICKED):
             layers = rows[rows.variant == variant + tricked].groupby("layer")
             if not len(layers):
                 continue
-            look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "label": name}
+            look: dict[str, Any] = {"marker": marker, "markersize": 5, "label": name}
             if tricked:
-                label = f"{name} (MLP by the identity trick)"
-                look |= {"marker": "+", "markersize": 7, "linewidth": 0.9, "label": label}
+                look = {
+                    "marker": "+",
+                    "markersize": 7,
+                    "linewidth": 0.9,
+                    "label": f"{name} (MLP by the identity trick)",
+                }
             found = layers.agg({"value": "mean", "low": "min", "high": "max"}).clip(lower=FLOOR / 4)
             axis.fill_between(found.index, found.low, found.high, color=colour, alpha=0.12, linewidth=0)
-            axis.plot(found.index, found.value, line, **look)
+            axis.plot(found.index, found.value, line, color=colour, **look)
 
 
-def draw_published(axis: "Axes", model: str, weights: str, variants: Sequence[str] = tuple(LOOKS)) -> None:
+def draw_published(axis: Axes, model: str, weights: str, variants: Sequence[str] = tuple(LOOKS)) -> None:
     for variant in variants:
         _, line, marker, _ = LOOKS[variant]
         curve = published_curve(model, weights, variant)
@@ -206,7 +208,7 @@ def draw_published(axis: "Axes", model: str, weights: str, variants: Sequence[st
         axis.plot(curve.index, curve, line, color="0.4", linewidth=0.8, **hollow)
 
 
-def initial_figure(table: pd.DataFrame, inputs: str) -> "Figure":
+def initial_figure(table: pd.DataFrame, inputs: str) -> Figure:
     """A column for each family: variants without skips above, on a logarithmic axis, those with skips below."""
     rows = table[(table.kind == "init") & (table.inputs == inputs)]
     models = list(dict.fromkeys(rows.model))
@@ -226,18 +228,16 @@ def initial_figure(table: pd.DataFrame, inputs: str) -> "Figure":
     first = rows.iloc[0]
     how = "as published" if rows.as_published.any() else "all variants of a seed are one model"
     what = {"ids": "random ids", "text": "words of a text"}[inputs]
-    figure.suptitle(
+    title = (
         f"Fresh weights, {what}: do tokens stay apart? ({first['shape']} shapes, {int(first.examples)} x "
-        f"{int(first.length)} tokens, {rows.seed.nunique()} seed(s); {how})",
-        fontsize=11,
+        f"{int(first.length)} tokens, {rows.seed.nunique()} seed(s); {how})"
     )
     note = "published, fresh weights, 12 layers (ALBERT: with the identity trick); same line styles"
-    shared_legend(figure, list(axes[:, models.index("albert")]), note)
-    return figure
+    return titled(figure, title, list(axes[:, models.index("albert")]), note)
 
 
-def pretrained_figure() -> "Figure":
-    """The published curves of pretrained models; to compute them again takes the published weights."""
+def pretrained_figure() -> Figure:
+    """The published curves of pretrained models. A new computation needs the published weights."""
     figure, axes = new_figure(1, 3, 12.6, 4.6, sharey=True)
     for axis, (model, title) in zip(axes[0], NAMES.items(), strict=True):
         for variant, (name, line, marker, colour) in LOOKS.items():
@@ -247,12 +247,10 @@ def pretrained_figure() -> "Figure":
         axis.set_title(f"{title}, pretrained", fontsize=10)
     axes[0, 0].set_ylabel(AXIS, fontsize=9)
     title = "Published values of pretrained models (mean of 32 texts; ALBERT with the identity trick)"
-    figure.suptitle(title, fontsize=11)
-    shared_legend(figure, [axes[0, 0]], columns=4)
-    return figure
+    return titled(figure, title, [axes[0, 0]], columns=4)
 
 
-def checkpoint_figure(rows: pd.DataFrame) -> "Figure":
+def checkpoint_figure(rows: pd.DataFrame) -> Figure:
     figure, axes = new_figure(1, 1, 8.4, 5.0)
     axis, published = axes[0, 0], None
     draw_curves(axis, rows)
@@ -263,12 +261,10 @@ def checkpoint_figure(rows: pd.DataFrame) -> "Figure":
     layer_axis(axis)
     axis.set_ylabel(AXIS, fontsize=9)
     title = f"Do tokens stay apart? {literal(rows.title.iloc[0])} on {literal(rows.source.iloc[0])}"
-    figure.suptitle(title, fontsize=11)
-    shared_legend(figure, [axis], published)
-    return figure
+    return titled(figure, title, [axis], published)
 
 
-def family_figure(rows: pd.DataFrame) -> "Figure":
+def family_figure(rows: pd.DataFrame) -> Figure:
     """A small panel for each family with fresh weights."""
     models = list(dict.fromkeys(rows.model))
     lines = -(-len(models) // 4)
@@ -287,13 +283,11 @@ def family_figure(rows: pd.DataFrame) -> "Figure":
     for axis in axes[:, 0]:
         axis.set_ylabel("relative residual", fontsize=9)
     first = rows.iloc[0]
-    figure.suptitle(
+    title = (
         f"Every family with fresh weights ({first['shape']} shape, {int(first.examples)} x {int(first.length)} random tokens, "
-        f"{rows.seed.nunique()} seed(s))",
-        fontsize=11,
+        f"{rows.seed.nunique()} seed(s))"
     )
-    shared_legend(figure, [axes[0, 0]], columns=4)
-    return figure
+    return titled(figure, title, [axes[0, 0]], columns=4)
 
 
 def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
