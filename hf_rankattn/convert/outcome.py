@@ -41,7 +41,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         sums = {"parameters_saved": self.parameters_saved, "share_saved": self.share_saved}
-        return {**asdict(self), **sums, "layers": [layer.as_dict() for layer in self.layers]}
+        return {**asdict(self), **sums, "layers": [layer._asdict() for layer in self.layers]}
 
     def lines(self) -> list[str]:
         """The sentences that the command prints below its tables."""
@@ -49,15 +49,14 @@ class Outcome:
         lines.append(self.judged_line())
         if self.calibrated_on is None:
             lines.append("From the weights alone. Calibration on texts, which is the default, loses far less.")
-        elif self.calibrated_on.endswith("of the package"):
-            lines.append(
-                f"Calibrated on {self.calibrated_on}, objective {self.objective}. Text of another kind loses more: calibrate on yours with "
-                "--calibration FILE."
-            )
         else:
-            lines.append(f"Calibrated on {self.calibrated_on}, objective {self.objective}.")
-        weighted = "" if self.objective == "attention" else " --objective attention (BERT and ALBERT),"
-        lines.append(f"To lose less: a higher --qk-rank,{weighted} --distil-steps 200, or more training.")
+            own_texts = " Text of another kind loses more: calibrate on yours with --calibration FILE."
+            packaged = own_texts if self.calibrated_on.endswith("of the package") else ""
+            lines.append(f"Calibrated on {self.calibrated_on}, objective {self.objective}.{packaged}")
+        # these two options need texts
+        weighted = " --objective attention (BERT and ALBERT)," if self.objective != "attention" else ""
+        with_texts = f"{weighted} --distil-steps 200," if self.calibrated_on else ""
+        lines.append(f"To lose less: a higher --qk-rank,{with_texts} or more training.")
         if self.base_model is None:
             lines.append("The card names no base model: give its Hub repository with --base-model.")
         return [*lines, f"Written to {self.folder}.", f"To load it: {self.load}"]
@@ -97,11 +96,10 @@ def story(outcome: Outcome, source: str, distil_steps: int, seed: int) -> str:
             "From the weights alone: truncated singular values of each head's query-key form, biases included."
         )
     else:
-        what = "the row-centred logits"
-        if outcome.objective == "attention":
-            what = "the logits, weighted by the attention they meet,"
+        weighted = ", weighted by the attention they meet," if outcome.objective == "attention" else ""
         lines.append(
-            f"Least squared error of {what} on {outcome.calibrated_on}, layer by layer. Text of another kind loses more."
+            f"Fitted by alternating least squares, layer by layer, to the row-centred logits{weighted} of "
+            f"{outcome.calibrated_on}. The fit can be a local minimum of the error. Text of another kind loses more."
         )
     if outcome.judged_texts_seen:
         lines.append(f"{outcome.judged_texts_seen} of the texts that judge it were used in calibration as well.")
