@@ -51,7 +51,7 @@ ALIASES = "model: a\nnote: [" + ", ".join(f"&a{level} [{values}]" for level, val
         ("- model", [], "must hold lines `name: value`, got a sequence"),
         ("model: " + "[" * 100_000, [], "cannot be read: it is nested too deeply"),
         ("model: a\nsteps: " + "9" * 5000, [], "argument --steps: invalid int value: '99999"),
-        (ALIASES, [], "note takes one value or a list of values, got a sequence"),
+        (ALIASES, [], "note takes one value or a list of values, got a list of lists"),
         ("model: a\nsteps: 0x10", [], "argument --steps: invalid int value: '0x10'"),
         ("model: [", [], "cannot be read"),
         ("steps: 10", [], "--model"),

@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from testing_common import XLNET
+from testing_folders import checkpoint_folder
 
 from hf_rankattn import theory
 from hf_rankattn.papers import reproduce
@@ -260,6 +262,11 @@ class TestConvert:
         assert curve["weights only", 32] > 0.9999
         energy = outcome.table[outcome.table.what == "energy"].groupby("of").energy_rank.median()
         assert energy["weights"] > 1.5 * energy["logits"]
+
+    def test_xlnet_has_no_last_position(self, tmp_path):
+        source = checkpoint_folder(XLNET, tmp_path / "xlnet")
+        outcome = reproduce("convert", tmp_path, scale="smoke", workers=0, options={"checkpoint": str(source)})
+        assert set(outcome.table.what) == {"curve", "energy"}
 
     def test_what_is_no_checkpoint_is_named(self, tmp_path):
         with pytest.raises(ValueError, match="nowhere cannot be read as a checkpoint"):

@@ -137,6 +137,14 @@ def test_pooling_is_read_from_both_formats(fields, pooling, checkpoint, tmp_path
     assert pooling_of(checkpoint) == pooling and pooling_of(tmp_path) == "mean"
 
 
+@pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json"])
+def test_a_named_pipe_is_refused_and_not_waited_for(name, checkpoint):
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(ValueError, match="is not a regular file"):
+        pooling_of(checkpoint)
+
+
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_sentence_transformers_gives_the_same_embeddings_at_the_old_rank(pooling, tmp_path, minilm):
     """Normalisation, pooling and a dense layer are kept: a mean in the place of CLS would be far off."""

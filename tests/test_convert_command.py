@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, tiny_inputs
+from testing_folders import checkpoint_folder
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
 from typer.testing import CliRunner
 
@@ -235,6 +236,33 @@ class TestCalibration:
             and found["none"]["calibrated_on"] is None
         )
         assert found["default"]["damage"]["embedding_cosine"] > found["none"]["damage"]["embedding_cosine"]
+
+    def test_the_default_objective_fits_the_heads(self):
+        wide = BERT.stock_config(hidden_size=132, num_attention_heads=4)
+        configs = {
+            "attention": [BERT.stock_config(), ALBERT.stock_config(), BERT.rank_config(qk_rank=32)],
+            "logits": [wide, XLNET.stock_config(), BERT.rank_config(qk_rank=33)],
+        }
+        for objective, each in configs.items():
+            assert {converting.default_objective(config) for config in each} == {objective}
+        assert converting.default_objective(BERT.stock_config(), calibrated=False) == "logits"
+
+    def test_only_options_that_can_be_used_are_advised(self, tmp_path, minilm):
+        bert = save_tiny(tmp_path / "bert", minilm)
+        xlnet = str(checkpoint_folder(XLNET, tmp_path / "xlnet"))
+        cases = {
+            (bert, "--objective", "logits"): ("--objective attention", "--distil-steps"),
+            (bert, "--calibration", "none"): (),
+            (bert, "--stream"): (),
+            (xlnet,): ("--distil-steps",),
+        }
+        for place, ((source, *more), advised) in enumerate(cases.items()):
+            arguments = ["convert", source, "--qk-rank", "2", "--out", str(tmp_path / str(place)), *more]
+            said = CliRunner().invoke(cli.app, arguments).stdout
+            (line,) = (line for line in said.splitlines() if line.startswith("To lose less"))
+            options = ("--objective attention", "--distil-steps")
+            assert tuple(option for option in options if option in line) == advised
+            assert ("a streamed conversion runs no model" in said) == ("--stream" in more)
 
     def test_the_output_says_what_calibrated_and_that_other_text_loses_more(self, tmp_path, minilm):
         source = save_tiny(tmp_path / "tiny", minilm)

@@ -45,6 +45,13 @@ class TestShards:
         with pytest.raises(ValueError, match="no file model.safetensors"):
             convert_shards(tmp_path, tmp_path, 3)
 
+    def test_weights_of_another_name_are_not_ignored(self, tmp_path):
+        BERT.stock("Model")(BERT.stock_config()).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+        with pytest.raises(ValueError, match="other.safetensors.*convert without streaming"):
+            convert_shards(tmp_path, tmp_path, 3)
+
     def test_a_file_that_shrinks_while_it_is_read_is_refused(self, tmp_path):
         file = tmp_path / "model.safetensors"
         file.write_bytes(bytes(100))

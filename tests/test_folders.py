@@ -12,6 +12,7 @@ pytest.importorskip("fcntl", reason="no such locks on this system, so nothing is
 
 from hf_rankattn.files.atomic import LEFTOVER, REPLACED, check_replaceable, fresh_folder, staged
 from hf_rankattn.files.checkpoints import readable
+from hf_rankattn.report.results import report_page
 
 
 MARK = {"overwrite": False, "marker": "done.txt", "what": "anything"}
@@ -133,6 +134,12 @@ class TestKilledWhileReplacing:
         killed_replacement(tmp_path / "out", renames=1)
         with readable(tmp_path / "out"):
             assert (tmp_path / "out" / "done.txt").read_text() == "old"
+
+    def test_so_does_a_report(self, tmp_path):
+        killed_replacement(tmp_path / "out", renames=1)
+        with pytest.raises(ValueError, match="holds no results"):  # and not: is not a folder
+            report_page(tmp_path / "out")
+        assert (tmp_path / "out" / "done.txt").read_text() == "old"
 
     def test_the_old_folder_goes_where_the_new_one_is_complete(self, tmp_path):
         killed_replacement(tmp_path / "out", renames=2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from testing_common import ALBERT, BERT, XLNET, tiny_inputs
 from testing_probe import small
+from transformers import BertConfig, BertModel
 
 from hf_rankattn import RankEncoderConfig, RankEncoderModel, measure_logits
 from hf_rankattn.measure.spectrum import spectrum_metrics
@@ -99,3 +100,9 @@ def test_shares_of_the_spectrum_add_up_and_the_implementation_is_restored():
     assert shares.groupby(["layer", "head", "example"]).value.sum().sub(1).abs().max() < 1e-5
     assert shares.sort_values("component").groupby(["layer", "head", "example"]).value.is_monotonic_decreasing.all()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_logits_that_are_all_zero_have_rank_zero():
+    config = BertConfig(vocab_size=50, hidden_size=1, num_hidden_layers=2, num_attention_heads=1, intermediate_size=4)
+    table = measure_logits(BertModel(config), {"input_ids": torch.arange(1, 9)[None]})
+    assert (table[table.metric != "rank_limit"].value == 0).all()

@@ -379,12 +379,14 @@ class TestHub:
             (folder / name).write_text(text)
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text("{}")
+        (folder / "2_Dense").mkdir()
+        (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"weights of a module")
         (tmp_path / "secret").write_text("private")
         (folder / "merges.txt").symlink_to(tmp_path / "secret")
         source = {path.name for path in folder.glob("*.py")}
         result = run(PUSH_LOADED, str(folder), env=hub.env())
         model_files = {"README.md", "config.json", "model.safetensors", ".gitattributes"}
-        carried = {*beside, "1_Pooling/config.json", *model_files}
+        carried = {*beside, "1_Pooling/config.json", "2_Dense/pytorch_model.bin", *model_files}
         for repo_id, expected in {
             "user/same": carried | source,
             "user/changed": carried,

@@ -463,3 +463,17 @@ class TestTraining:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         config = RankBertConfig(**builder.model_arguments(), **sizes, qk_rank=3, max_position_embeddings=64)
         self.step(RankBertForTokenClassification(config), data["train"], data["test"], name, tmp_path)
+
+
+def test_a_tokenizer_that_fails_in_use_is_named():
+    class Broken:
+        pad_token_id = 0
+
+        def __len__(self):
+            return 2
+
+        def __call__(self, text, **options):
+            raise RuntimeError("the vocabulary has no unknown token")
+
+    with pytest.raises(ValueError, match="tokenizer 'Broken' fails on the text: the vocabulary"):
+        load_task("memorization", "train", tokenizer=Broken())

@@ -210,6 +210,7 @@ def convert_checkpoint(
             base_model=base_model,
             load=how_to_load(folder, remote_code),
             folder=str(Path(out).resolve()),
+            can_weigh=family_of_type(model.config.model_type, source).positions is None,
         )
         if texts:
             name = "the package" if calibration == PACKAGE else Path(calibration).name
@@ -311,6 +312,7 @@ def convert_streamed(
             base_model=base_model,
             load=how_to_load(source, remote_code=False),
             folder=str(out.resolve()),
+            not_judged="a streamed conversion runs no model",
         )
         model_class = (config.architectures or [f"{type(config).__name__.removesuffix('Config')}Model"])[0]
         card = model_card(

@@ -133,8 +133,8 @@ def distil(
                     loss = sum(state_loss(ours, theirs, real) for ours, theirs in pairs)
                     if not bool(torch.isfinite(loss)):  # type: ignore[arg-type]
                         raise ValueError(
-                            f"the loss of distillation is {float(loss)} at step {step + 1}: the model gives NaN or Inf "
-                            "on the calibration batches. Use float32 or bfloat16, or leave `distil_steps` out."
+                            f"the loss of distillation is not finite at step {step + 1}: on the calibration batches the "
+                            "states of the model are NaN, Inf or all zero. Use float32 or bfloat16, or leave `distil_steps` out."
                         )
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[union-attr]

@@ -27,6 +27,8 @@ class Outcome:
     calibrated_on: str | None = None
     damage: dict[str, float] = field(default_factory=dict)
     judged_on: str | None = None
+    can_weigh: bool = False  # whether the family can be converted with objective="attention"
+    not_judged: str = "no tokenizer of the checkpoint can read texts"
     judged_texts_seen: int = 0  # the number of judging texts that were used in calibration as well
     latency: dict[str, Any] | None = None
 
@@ -41,7 +43,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         sums = {"parameters_saved": self.parameters_saved, "share_saved": self.share_saved}
-        return {**asdict(self), **sums, "layers": [layer._asdict() for layer in self.layers]}
+        return {**asdict(self), **sums, "layers": [layer.as_dict() for layer in self.layers]}
 
     def lines(self) -> list[str]:
         """The sentences that the command prints below its tables."""
@@ -54,7 +56,7 @@ class Outcome:
             packaged = own_texts if self.calibrated_on.endswith("of the package") else ""
             lines.append(f"Calibrated on {self.calibrated_on}, objective {self.objective}.{packaged}")
         # these two options need texts
-        weighted = " --objective attention (BERT and ALBERT)," if self.objective != "attention" else ""
+        weighted = " --objective attention," if self.can_weigh and self.objective != "attention" else ""
         with_texts = f"{weighted} --distil-steps 200," if self.calibrated_on else ""
         lines.append(f"To lose less: a higher --qk-rank,{with_texts} or more training.")
         if self.base_model is None:
@@ -64,7 +66,7 @@ class Outcome:
     def judged_line(self) -> str:
         """The texts that the damage was measured on, with a warning if they flatter the result."""
         if self.judged_on is None:
-            return "The damage was not measured: no tokenizer of the checkpoint can read texts."
+            return f"The damage was not measured: {self.not_judged}."
         line = f"Judged on {self.judged_on}."
         if self.judged_texts_seen:
             line += f" {self.judged_texts_seen} of these texts were used in calibration, which flatters the result."
@@ -96,9 +98,13 @@ def story(outcome: Outcome, source: str, distil_steps: int, seed: int) -> str:
             "From the weights alone: truncated singular values of each head's query-key form, biases included."
         )
     else:
-        weighted = ", weighted by the attention they meet," if outcome.objective == "attention" else ""
+        what = (
+            "logits, weighted by the attention they meet,"
+            if outcome.objective == "attention"
+            else "row-centred logits"
+        )
         lines.append(
-            f"Fitted by alternating least squares, layer by layer, to the row-centred logits{weighted} of "
+            f"Fitted by alternating least squares, layer by layer, to the {what} of "
             f"{outcome.calibrated_on}. The fit can be a local minimum of the error. Text of another kind loses more."
         )
     if outcome.judged_texts_seen:

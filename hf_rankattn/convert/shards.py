@@ -198,6 +198,11 @@ def convert_shards(
     config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     family = family_of_type(config.model_type, str(source))
     refuse_qk_norm(config)
+    if chosen := getattr(config, "transformers_weights", None):
+        raise ValueError(
+            f"the config of {source} names {chosen!r} as its weights (`transformers_weights`), and only {SINGLE} or its shards "
+            "are streamed: convert without streaming."
+        )
     check_request(qk_rank, energy, mean_rank)
     checkpoint = Checkpoint(source, family, config)
     ranks, light = planned(checkpoint, qk_rank, energy, mean_rank)

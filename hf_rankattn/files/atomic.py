@@ -162,7 +162,10 @@ def publish(staging: Path, folder: Path) -> None:
 def staged(path: Path) -> Iterator[Path]:
     """A temporary file that replaces `path` at the end of the block, or is deleted if the block fails."""
     staging = path.with_name(f".{path.name}-{secrets.token_hex(4)}{path.suffix}")
-    handle = os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        handle = os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except OSError as error:
+        raise type(error)(error.errno, f"{path} cannot be written: {error.strerror}") from error
     mode = os.fstat(handle).st_mode & 0o777
     os.close(handle)
     try:

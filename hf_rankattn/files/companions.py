@@ -57,14 +57,21 @@ def companions(names: Collection[str], modules: Collection[str] = ()) -> list[st
     return kept
 
 
+def read_json(file: Path) -> Any:
+    """The contents of a JSON file beside the weights."""
+    try:
+        if not file.is_file():  # opening a named pipe would wait for ever
+            raise ValueError("it is not a regular file.")
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {one_line(error)}") from error
+
+
 def module_list(folder: Path) -> list[dict[str, Any]]:
     """The modules of a sentence-transformers model in their order, or none."""
-    try:
-        found = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / "modules.json").exists():
         return []
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / 'modules.json'} cannot be read: {one_line(error)}") from error
+    found = read_json(folder / "modules.json")
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise ValueError(f"{folder / 'modules.json'} is not the list of modules of a sentence-transformers model.")
     return found
@@ -137,12 +144,11 @@ def pooling_of(folder: Path) -> str:
         if not str(entry.get("type")).endswith(".Pooling"):
             continue
         file = folder / str(entry.get("path")) / "config.json"
-        try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-            old_names = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
-            old_style = next((old_names[key] for key in old_names if fields.get(key)), "mean")
-            found = fields.get("pooling_mode") or old_style
-        except (OSError, ValueError, AttributeError) as error:
-            raise ValueError(f"{file} cannot be read: {one_line(error)}") from error
+        fields = read_json(file)
+        if not isinstance(fields, dict):
+            raise ValueError(f"{file} is not the config of a pooling module.")
+        old_names = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
+        old_style = next((old_names[key] for key in old_names if fields.get(key)), "mean")
+        found = fields.get("pooling_mode") or old_style
         return found if isinstance(found, str) else "mean"
     return "mean"

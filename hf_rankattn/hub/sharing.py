@@ -33,7 +33,7 @@ TOKENIZER = (
 )
 MODULES = (
     *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-    *("[0-9]_*/*.json", "[0-9]_*/*.safetensors"),
+    *("[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors", "[0-9]_*/*.bin"),
 )
 # the section of a card that depends on whether the source is there
 LOADING = re.compile(r"^## How to load it\n.*?(?=^## )", re.MULTILINE | re.DOTALL)

@@ -77,20 +77,24 @@ def spectral_metrics(
 
 
 def spectrum_metrics(singular: torch.Tensor, rtol: float = 1e-2, energy: float = 0.9) -> dict[str, torch.Tensor]:
-    """The rank metrics that follow from singular values (..., k) in descending order; each value is (...)."""
+    """The rank metrics that follow from singular values (..., k) in descending order; each value is (...).
+
+    All of them are 0 for a matrix of zeros.
+    """
     if not 0 <= rtol < 1 or not 0 < energy <= 1:
         raise ValueError(f"`rtol` must be in [0, 1) and `energy` in (0, 1], got {rtol} and {energy}.")
     squares = singular.square()
     total = squares.sum(-1)
     share = singular / singular.sum(-1, keepdim=True)
     reached = squares.cumsum(-1) >= energy * total[..., None] * (1 - 4 * torch.finfo(singular.dtype).eps)
-    return {
+    metrics = {
         "numerical_rank": (singular > rtol * singular[..., :1]).sum(-1).to(singular.dtype),
         "effective_rank": torch.special.entr(share).sum(-1).exp(),
         "stable_rank": total / squares[..., 0],
         "participation_ratio": total.square() / squares.square().sum(-1),
         "energy_rank": (singular.shape[-1] - reached.sum(-1) + 1).to(singular.dtype),
     }
+    return {name: value.masked_fill(total == 0, 0) for name, value in metrics.items()}
 
 
 @full_precision()

@@ -153,8 +153,8 @@ class RankCallback(TrainerCallback):
             for batch in batches_of(base, self.inputs) if self.inputs is not None else ():
                 real_tokens(base, batch)
                 count += 1
-        except ValueError as error:
-            problem = str(error)
+        except Exception as error:  # of any type: the other processes wait for this one below
+            problem = str(error) or type(error).__name__
         found = [(count, problem)]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             found *= torch.distributed.get_world_size()

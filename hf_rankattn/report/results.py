@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..files.atomic import finish_replacement
 from .html import Grid, Section, claims_grid, png_picture, render_page
 from .plots import FIGURES
 from .summary import findings
@@ -29,6 +30,7 @@ SURVEY_FIGURES = {
 def report_page(folder: str | Path) -> str:
     """The page of all results in a folder: of one run or measurement, or of those up to two levels below it."""
     folder = Path(folder)
+    finish_replacement(folder)
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder: give one that rankattn reproduce or rankattn measure has written."

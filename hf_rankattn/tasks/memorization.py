@@ -118,9 +118,12 @@ class MemorizationConfig(TaskConfig):
     def encoded(self) -> tuple[list[list[int]], int, int]:
         """Ids of all rows without padding, the number of different ids, and the padding id."""
         encode, vocab_size, padding = self.encoder()
-        ids = [encode(text) for text in self.passages]
+        name = self.tokenizer if isinstance(self.tokenizer, str) else type(self.tokenizer).__name__
+        try:
+            ids = [encode(text) for text in self.passages]
+        except Exception as error:  # tokenizers has an exception type of its own for each fault
+            raise ValueError(f"the tokenizer {name!r} fails on the text: {error}") from error
         if len(set().union(*ids)) < 2 and any(text.strip() for text in self.passages):
-            name = self.tokenizer if isinstance(self.tokenizer, str) else type(self.tokenizer).__name__
             raise ValueError(
                 f"the tokenizer {name!r} finds fewer than two different tokens in the whole text: it has no vocabulary for it. "
                 "Give a folder that holds the files of a tokenizer (tokenizer.json, vocab.txt, ...), 'words' or 'bytes'."

@@ -145,7 +145,8 @@ def file_arguments(file: str, parser: ScriptParser, known: dict[str, Any]) -> li
         seen.add(name)
         values = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not all(isinstance(value, yaml.ScalarNode) for value in values):
-            parser.error(f"{file}: {name} takes one value or a list of values, got a {node.id}.")
+            kind = "mapping" if isinstance(node, yaml.MappingNode) else "list of lists or mappings"
+            parser.error(f"{file}: {name} takes one value or a list of values, got a {kind}.")
         if isinstance(node, yaml.SequenceNode):
             found += [f"--{name}", *(value.value for value in values)]
         elif node.tag == NULL:
