@@ -186,6 +186,12 @@ class TestHeads:
             other = best + 0.01 * np.random.default_rng(seed).standard_normal(64)
             assert theory.expected_error(queries, keys, other) > least
 
+    def test_memory_that_was_used_before_does_not_matter(self, monkeypatch):
+        empty = np.empty
+        monkeypatch.setattr("hf_rankattn.theory.agreement.TILE", 4)
+        monkeypatch.setattr(np, "empty", lambda *args, **kwargs: empty(*args, **kwargs) * np.nan)
+        assert np.isfinite(theory.optimal_weights(*theory.random_heads(4, 16, 0))).all()
+
     def test_uniform_heads_reach_the_published_errors(self):
         errors = [theory.expected_error(*theory.random_heads(8, 512, seed)) for seed in range(4)]
         assert np.mean(errors) == pytest.approx(0.2095, abs=0.006)

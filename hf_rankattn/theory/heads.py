@@ -113,7 +113,9 @@ def optimal_weights(
         method = "cholesky" if len(queries) <= LARGEST_DIRECT else "conjugate_gradients"
     if method == "cholesky":
         try:
-            return cho_solve(cho_factor(lower_kernel(queries, keys), lower=True, overwrite_a=True), target)
+            # the part above the diagonal is not initialised, so it cannot be checked for NaN
+            factor = cho_factor(lower_kernel(queries, keys), lower=True, overwrite_a=True, check_finite=False)
+            return cho_solve(factor, target, check_finite=False)
         except LinAlgError:
             raise ValueError(
                 f"the kernel of these {len(target)} heads is singular: two of them are equal, up to a common sign of query "
