@@ -91,7 +91,8 @@ def in_options(message: str, names: Collection[str]) -> str:
         shown = "" if value in (None, "True") else f" {value.strip(chr(39))}"
         return f"--{name.replace('_', '-')}{shown}"
 
-    return re.sub(r"(`?)\b([a-z_]+)\1(?:=('[^']*'|[\w.+-]*\w))?", option, message)
+    # not inside a path, such as /runs/seed=1/out
+    return re.sub(r"(?<![\w/\\.-])(`?)\b([a-z_]+)\1(?:=('[^']*'|[\w.+-]*\w))?(?![/\\])", option, message)
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:

@@ -263,8 +263,9 @@ class TestConvert:
         energy = outcome.table[outcome.table.what == "energy"].groupby("of").energy_rank.median()
         assert energy["weights"] > 1.5 * energy["logits"]
 
+    @pytest.mark.slow
     def test_xlnet_has_no_last_position(self, tmp_path):
-        source = checkpoint_folder(XLNET, tmp_path / "xlnet")
+        source = checkpoint_folder(XLNET, tmp_path / "xlnet", n_layer=1)
         outcome = reproduce("convert", tmp_path, scale="smoke", workers=0, options={"checkpoint": str(source)})
         assert set(outcome.table.what) == {"curve", "energy"}
 

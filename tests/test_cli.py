@@ -152,6 +152,7 @@ def test_an_error_is_raised_for_debugging(error, raising, monkeypatch):
         ("`energy` is for qk_rank='auto', got qk_rank=4.", "--energy is for --auto, got --qk-rank 4."),
         ("`mean_rank`=3.5 is high: use objective='logits'.", "--mean-rank 3.5 is high: use --objective logits."),
         ("`hidden_size` and hidden_size=3 are no options.", "`hidden_size` and hidden_size=3 are no options."),
+        ("/runs/seed=1/out exists already, seed=1.", "/runs/seed=1/out exists already, --seed 1."),
         ("the seed and the model of a stream", "the seed and the model of a stream"),
         ("m cannot be read as a checkpoint: `qk_rank` is 0.", "m cannot be read as a checkpoint: `qk_rank` is 0."),
     ],

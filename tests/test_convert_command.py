@@ -1,6 +1,7 @@
 """`rankattn convert`: folders, cards, figures and errors of one line."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, tiny_inputs
 from testing_folders import checkpoint_folder
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
@@ -222,6 +224,49 @@ class TestFamilies:
         assert converting.own_ranks(XLNET.stock_config()) == [8, 8, 8]
 
 
+class TestMissingWeights:
+    def source(self, tmp_path, minilm, change) -> Path:
+        folder = Path(save_tiny(tmp_path / "tiny", minilm))
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    @pytest.mark.parametrize(
+        "name", ["embeddings.word_embeddings.weight", "encoder.layer.0.attention.self.query.bias"]
+    )
+    def test_no_random_weights_are_published(self, name, tmp_path, minilm, monkeypatch, capsys):
+        folder = self.source(tmp_path, minilm, lambda weights: weights.pop(name))
+        line = refusal(monkeypatch, capsys, folder, "--qk-rank", 2, "--out", tmp_path / "x")
+        assert name in line and "would be random" in line and not (tmp_path / "x").exists()
+
+    def test_of_xlnet(self, tmp_path, monkeypatch, capsys):
+        folder = checkpoint_folder(XLNET, tmp_path / "xlnet", n_layer=1)
+        weights = load_file(folder / "model.safetensors")
+        weights.pop("layer.0.rel_attn.q")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        line = refusal(monkeypatch, capsys, folder, "--qk-rank", 2, "--out", tmp_path / "x")
+        assert "layer.0.rel_attn.q" in line
+
+    def test_weights_that_are_left_out_are_named(self, tmp_path, minilm, caplog):
+        folder = self.source(tmp_path, minilm, lambda weights: weights.update({"linear.weight": torch.zeros(2, 2)}))
+        logger = logging.getLogger("hf_rankattn.files.checkpoints")
+        logger.addHandler(caplog.handler)
+        command(folder, "--qk-rank", 2, "--out", tmp_path / "x")
+        logger.removeHandler(caplog.handler)
+        assert "linear.weight of" in caplog.text and "are left out" in caplog.text
+
+
+class TestReplacing:
+    def test_a_folder_of_another_kind_and_the_source_itself_are_kept(self, tmp_path, minilm, monkeypatch, capsys):
+        checkpoint = save_tiny(tmp_path / "models" / "tiny", minilm)
+        (tmp_path / "project").mkdir()
+        (tmp_path / "project" / "config.json").write_text("{}")
+        for out in (tmp_path / "project", checkpoint, Path(checkpoint).parent):
+            refusal(monkeypatch, capsys, checkpoint, "--qk-rank", 2, "--overwrite", "--out", out)
+        assert (tmp_path / "project" / "config.json").is_file() and (Path(checkpoint) / "config.json").is_file()
+
+
 class TestCalibration:
     def test_texts_by_default_and_weights_alone_when_asked_for(self, tmp_path, minilm):
         source = save_tiny(tmp_path / "tiny", minilm)
@@ -249,7 +294,7 @@ class TestCalibration:
 
     def test_only_options_that_can_be_used_are_advised(self, tmp_path, minilm):
         bert = save_tiny(tmp_path / "bert", minilm)
-        xlnet = str(checkpoint_folder(XLNET, tmp_path / "xlnet"))
+        xlnet = str(checkpoint_folder(XLNET, tmp_path / "xlnet", n_layer=1))
         cases = {
             (bert, "--objective", "logits"): ("--objective attention", "--distil-steps"),
             (bert, "--calibration", "none"): (),

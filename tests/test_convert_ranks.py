@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from testing_common import FAMILIES, FAMILY_IDS, attention_modules, tiny_inputs
+from testing_common import FAMILIES, FAMILY_IDS, XLNET, attention_modules, tiny_inputs
 from testing_convert import difference, trained_like
 from transformers import AutoModel
 
@@ -48,3 +48,11 @@ class TestRanks:
         assert sum(ranks) == 4 * len(ranks)
         converted.save_pretrained(tmp_path)
         assert difference(AutoModel.from_pretrained(tmp_path).eval(), converted, batch) < 1e-6
+
+
+def test_auto_never_widens_a_layer():
+    config = XLNET.rank_config(per_layer_config={0: {"qk_rank": 3}, 1: {"qk_rank": 6}})
+    model = XLNET.rank("Model")(config).double().eval()
+    old = [config.head_geometry(layer).qk_rank for layer in range(config.num_hidden_layers)]
+    _, reports = convert_model(model, "auto", energy=1.0)
+    assert all(report.rank <= rank for report, rank in zip(reports, old, strict=True))

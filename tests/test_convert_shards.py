@@ -45,6 +45,11 @@ class TestShards:
         with pytest.raises(ValueError, match="no file model.safetensors"):
             convert_shards(tmp_path, tmp_path, 3)
 
+    def test_a_single_file_is_preferred_to_an_index_as_in_transformers(self, tmp_path):
+        BERT.stock("Model")(BERT.stock_config()).save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"old": "old.safetensors"}}')
+        assert [file.name for file in shards.shard_files(tmp_path)] == ["model.safetensors"]
+
     def test_weights_of_another_name_are_not_ignored(self, tmp_path):
         BERT.stock("Model")(BERT.stock_config()).save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())

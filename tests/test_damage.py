@@ -209,6 +209,23 @@ class TestLabels:
         assert judge.task.labels == [1, 0, 1]
         assert len(judge.original) == 3 and "accuracy" in judge.damage(model)
 
+    @pytest.mark.parametrize(
+        "row, message",
+        [
+            (
+                {"tokens": ["rye", "bread"], "label": 1},
+                "holds 1, and a list of 2 labels, one for each word, is needed",
+            ),
+            ({"tokens": ["rye", "bread"], "ner_tags": [1]}, "a list of 2 labels"),
+            ({"tokens": ["rye", "bread"], "ner_tags": [-100, -100]}, "no word of the dataset has a label"),
+        ],
+    )
+    def test_tags_that_do_not_fit_the_words(self, row, message, tmp_path, tokenizer):
+        model = sharp(BERT, "ForTokenClassification", num_labels=2)
+        with pytest.raises(ValueError, match=message):
+            texts, labels = labelled_texts(model, self.folder(tmp_path, [row]))
+            Judge(model, tokenizer, texts, LIMIT, labels)
+
     def test_questions_and_pairs(self, tmp_path, tokenizer):
         model = sharp(BERT, "ForQuestionAnswering")
         context = "The baker sells rye bread."

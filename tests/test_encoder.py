@@ -125,6 +125,7 @@ def test_the_perfect_encoder_solves_farthest_neighbour(layers):
     assert model(points=points, labels=farthest(points)).loss < 1e-8
 
 
+@pytest.mark.slow
 def test_full_rank_learns_what_half_rank_cannot():
     """The papers' separation at one parameter budget, scaled down: d 8, N 4, one layer."""
     errors = {}

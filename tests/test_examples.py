@@ -21,6 +21,7 @@ def run(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=300)
 
 
+@pytest.mark.slow
 def test_choose_head_geometry(tmp_path):
     script = str(EXAMPLES / "choose_head_geometry.py")
     result = run(tmp_path, script, "--ranks", "1", "4", "--steps", "3", "--output_dir", "best")
@@ -74,6 +75,7 @@ def accuracies_by_length(card: ModelCard) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 def test_publish_sorting_model(tmp_path):
     script = str(EXAMPLES / "publish_sorting_model.py")
     small = {"epochs": 2, "train": 60, "scored": 64, "repetitions": 2, "seed": 3}

@@ -358,6 +358,7 @@ def kill_until_done(out: Path, kills: int, seed: int, longest: float) -> tuple[i
 
 
 @pytest.mark.parametrize("kills, seed, longest", [(2, 0, 12.0), pytest.param(12, 1, 14.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_killed_sweep_ends_with_the_same_table(kills, seed, longest, tmp_path):
     undisturbed = reproduce("rank-separation", tmp_path / "undisturbed", scale="smoke", seeds=4, workers=0)
     done, table = kill_until_done(tmp_path / "killed", kills, seed, longest)

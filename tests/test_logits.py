@@ -104,5 +104,5 @@ def test_shares_of_the_spectrum_add_up_and_the_implementation_is_restored():
 
 def test_logits_that_are_all_zero_have_rank_zero():
     config = BertConfig(vocab_size=50, hidden_size=1, num_hidden_layers=2, num_attention_heads=1, intermediate_size=4)
-    table = measure_logits(BertModel(config), {"input_ids": torch.arange(1, 9)[None]})
+    table = measure_logits(BertModel(config), {"input_ids": torch.arange(1, 9)[None]}, spectra=True)
     assert (table[table.metric != "rank_limit"].value == 0).all()

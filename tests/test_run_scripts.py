@@ -278,6 +278,7 @@ def test_fewer_processes_than_promised_is_refused(script, folder):
     assert not (folder / "promised").exists()
 
 
+@pytest.mark.slow
 def test_accelerate_launch_on_the_cpu_is_caught(folder):
     """It starts one process where two were asked for, and says nothing."""
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]

@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel
 import hf_rankattn
 from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression, export_model, model_card
 from hf_rankattn.files.atomic import LEFTOVER, REPLACED
+from hf_rankattn.hub.sharing import carried_card
 from hf_rankattn.models.registration import auto_classes
 
 
@@ -383,6 +384,11 @@ class TestHub:
         (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"weights of a module")
         (tmp_path / "secret").write_text("private")
         (folder / "merges.txt").symlink_to(tmp_path / "secret")
+        linked = export_model(model, tmp_path / "linked")
+        (linked / "README.md").unlink()
+        (linked / "README.md").symlink_to(tmp_path / "secret")
+        card = carried_card(type(model).from_pretrained(linked), linked, "user/linked", False)
+        assert "private" not in card.content
         source = {path.name for path in folder.glob("*.py")}
         result = run(PUSH_LOADED, str(folder), env=hub.env())
         model_files = {"README.md", "config.json", "model.safetensors", ".gitattributes"}

@@ -33,7 +33,7 @@ from ..files.texts import calibration_text, file_text, package_text
 from ..hub.cards import model_card, pipeline_of
 from ..hub.sharing import MODEL_FOLDER, add_source, card_of, check_exportable
 from . import convert_model, convert_shards
-from .damage import Judge, describe, latency
+from .damage import POOLINGS, Judge, describe, latency
 from .labelled import labelled_texts
 from .outcome import Judged, Outcome, results_of, story
 from .shards import FLOATS, read_header, shard_files
@@ -63,10 +63,10 @@ def read_texts(file: str | Path) -> list[str]:
 
 
 def load(name: str) -> PreTrainedModel:
-    """The model with the class that its checkpoint was saved with. A head can be missing, a layer cannot."""
+    """The model with the class that its checkpoint was saved with. Only the weights of a pooler may be missing."""
     config = load_config(name)
     family_of_type(config.model_type, name)
-    return load_model(name, config, class_of(config), needed=lambda key: ".layer" in key or "_layer" in key)
+    return load_model(name, config, class_of(config), needed=lambda key: "pooler" not in key, say_unused=True)
 
 
 def class_of(config) -> Any:
@@ -156,6 +156,8 @@ def convert_checkpoint(
         raise ValueError("give `out`, the folder to write to.")
     if qk_rank is None:
         raise ValueError("no rank is given: give `qk_rank`, or qk_rank='auto' for one rank per layer.")
+    if Path(out).resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise ValueError(f"`out` is {out}, which holds the source {source}: choose another folder.")
     base_model = base_model or repository_of(source)
     transformers.utils.logging.disable_progress_bar()
     request = {"energy": energy, "mean_rank": mean_rank, "seed": seed, "progress": progress}
@@ -190,8 +192,9 @@ def convert_checkpoint(
         judged = read_judged(model, dataset, split, column, label_column, examples)
         objective = objective or default_objective(model.config, bool(texts))
         fit: dict[str, Any] = {"objective": objective, "distil_steps": distil_steps, **request}
-        converted, layers = convert_model(model, qk_rank, **fit)
+        # before the conversion, so that texts or labels that cannot be used are refused at once
         judge = None if tokenizer is None else make_judge(model, tokenizer, judged, pooling_of(folder))
+        converted, layers = convert_model(model, qk_rank, **fit)
         check_exportable(converted, remote_code)
         with writing(out):
             copy_companions(folder, staging)
@@ -218,7 +221,8 @@ def convert_checkpoint(
         if judge is not None:
             outcome.damage = judge.damage(converted)
             outcome.judged_on = f"{judged.source}, {judged.split}"
-            outcome.judged_texts_seen = len({str(text) for text in judged.texts} & set(texts))
+            parts = (part for text in judged.texts for part in ([text] if isinstance(text, str) else text))
+            outcome.judged_texts_seen = len({" ".join(part.split()) for part in parts} & set(texts))
         card = card_of(
             converted,
             Path(out).resolve().name,
@@ -244,6 +248,8 @@ def read_judged(model, dataset: str | None, split: str, column, label_column, ex
 
 
 def make_judge(model: PreTrainedModel, tokenizer, judged: Judged, pooling: str) -> Judge | None:
+    if pooling not in POOLINGS:
+        logger.warning(f"the checkpoint pools by {pooling!r}; the damage is measured with the mean of the tokens.")
     try:
         return Judge(model, tokenizer, judged.texts, token_limit(model), judged.labels, pooling)
     except UnfitTokenizer as error:

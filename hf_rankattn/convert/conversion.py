@@ -252,13 +252,15 @@ def ranks_from_spectra(spectra, old_ranks: list[int], energy: float | None, mean
     """Ranks from `(entry, singular values)` of every attention module; modules of one entry count together."""
     count = 1 + max(entry for entry, _ in spectra)
     joined = [torch.cat([singular for entry, singular in spectra if entry == index]) for index in range(count)]
+    ranks_of = {entry: rank for (entry, _), rank in zip(spectra, old_ranks, strict=True)}
     widest = max(old_ranks)
     if mean_rank is None:
+        ranks = ranks_for_energy(joined, 0.95 if energy is None else energy)
         # at the rank of the heads nothing is lost, and spectra of XLNet are longer
-        return [min(rank, widest) for rank in ranks_for_energy(joined, 0.95 if energy is None else energy)]
+        return [min(rank, ranks_of[entry]) for entry, rank in enumerate(ranks)]
     if mean_rank > widest:
         raise ValueError(f"`mean_rank`={mean_rank} is more than the heads have, which is {widest}.")
-    return ranks_for_budget([singular[:, :widest] for singular in joined], mean_rank)
+    return ranks_for_budget([singular[:, : ranks_of[entry]] for entry, singular in enumerate(joined)], mean_rank)
 
 
 def say_widening(parts: list[Part], ranks: list[int]) -> None:

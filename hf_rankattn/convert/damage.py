@@ -19,6 +19,7 @@ from ..measure.threads import one_thread
 
 MASKED_SHARE = 0.15
 CHOICES = 4
+POOLINGS = ("cls", "max", "mean")
 ORIGINAL = "_of_the_original"
 MEASURES = {
     "nearest_text_agreement": "texts whose nearest other text stays the same, share",
@@ -239,6 +240,10 @@ class TokenClassification(TokenTask):
                     real[place] = first
                     if first:
                         labels.append(row_labels[word])
+        if not labels:
+            raise ValueError(
+                "no word of the dataset has a label (-100 marks words without one): choose another `split`."
+            )
         self.labels = labels
 
     def read(self, output, batch):

@@ -13,6 +13,7 @@ from .damage import Classification, NextSentence, Spans, TokenClassification, ta
 
 TEXT_COLUMNS = ("text", "sentence", "tokens", "words")
 LABEL_COLUMNS = ("label", "labels", "ner_tags", "pos_tags", "tags")
+TAG_COLUMNS = ("ner_tags", "pos_tags", "tags", "labels", "label")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -48,12 +49,20 @@ def labelled_texts(
         if label_column is not None:
             raise ValueError(f"{type(model).__name__} predicts no labels: leave `label_column` out.")
         return texts, None
+    by_word = issubclass(task, TokenClassification)
     if label_column is None:
-        label_column = next((key for key in LABEL_COLUMNS if key in rows[0]), None)
+        label_column = next((key for key in (TAG_COLUMNS if by_word else LABEL_COLUMNS) if key in rows[0]), None)
     elif label_column not in rows[0]:
         raise ValueError(f"{name} has no column {label_column!r}; there are {', '.join(rows[0])}.")
-    if label_column is None or (issubclass(task, TokenClassification) and not isinstance(texts[0], list)):
+    if label_column is None or (by_word and not isinstance(texts[0], list)):
         return texts, None
+    for text, row in zip(texts, rows, strict=True):
+        label = row[label_column]
+        if label is None or by_word and (not isinstance(label, list) or len(label) != len(text)):
+            wanted = f"a list of {len(text)} labels, one for each word," if by_word else "a label"
+            raise ValueError(
+                f"column {label_column} of {name} holds {label!r:.80}, and {wanted} is needed: choose another `label_column`."
+            )
     names = label_names((features or {}).get(label_column))
     return texts, [label_id(row[label_column], names, model.config) for row in rows]
 

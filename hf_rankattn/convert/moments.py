@@ -14,7 +14,7 @@ from .weighted import attention_weights, packed_size, paired_moment
 
 logger = logging.get_logger(__name__)
 # from this number of texts on (texts times applications for ALBERT), several texts share one moment, to bound memory
-MOST_TEXTS = 512
+MOST_TEXTS = 1024
 # causal rows and XLNet's rows have different keys and are stored; further rows enter only the starting point
 MOST_ROWS = 2**14
 AT_ONCE = 32
@@ -55,6 +55,7 @@ class LayerMoments:
         self.heads, self.scale, self.causal, self.where = heads, scale, causal, where
         self.apart = objective is not None
         self.texts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.text_rows: list[int] = []
         self.kept: list[Piece] = []
         self.seen_texts = self.kept_rows = 0
         self.sides = sides
@@ -99,7 +100,7 @@ class LayerMoments:
             if self.apart and self.causal and not cross:
                 self.keep(MaskedRows(query.to(kind), key.to(kind), visible))
             elif self.apart:
-                self.keep_moments((query.mT @ query).to(kind), (covariances / len(asking)).to(kind))
+                self.keep_moments((query.mT @ query).to(kind), (covariances / len(asking)).to(kind), len(asking))
             if self.pairs is not None:
                 single = query.float(), key.float()
                 paired_moment(*single, attention_weights(*single, self.scale, visible), self.pairs)
@@ -157,14 +158,20 @@ class LayerMoments:
             self.kept.append(piece)
             self.kept_rows += piece.query.shape[1]
 
-    def keep_moments(self, query: torch.Tensor, key: torch.Tensor) -> None:
+    def keep_moments(self, query: torch.Tensor, key: torch.Tensor, rows: int) -> None:
+        """Keep the summed query moment and the mean key covariance of the `rows` of a text.
+
+        Above `MOST_TEXTS` texts, several texts share one place: their queries are summed, and their keys averaged.
+        """
         place = self.seen_texts % MOST_TEXTS
         self.seen_texts += 1
         if place == len(self.texts):
             self.texts.append((query, key))
+            self.text_rows.append(rows)
         else:
-            for sum_, new in zip(self.texts[place], (query, key), strict=True):
-                sum_ += new
+            self.text_rows[place] += rows
+            old_query, old_key = self.texts[place]
+            self.texts[place] = old_query + query, old_key + (key - old_key) * (rows / self.text_rows[place])
 
     def pieces(self) -> list[Piece]:
         """All stored rows; the moments of several texts are one piece."""

@@ -156,7 +156,8 @@ class Checkpoint:
 def shard_files(folder: Path) -> list[Path]:
     """The weight files of a folder: regular files inside it, or links of the Hub's cache."""
     folder = folder.resolve()
-    names = check_shard_names(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    sharded = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()  # transformers prefers the single file
+    names = check_shard_names(folder / INDEX) if sharded else [SINGLE]
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no file {name}: only local safetensors checkpoints can be streamed.")

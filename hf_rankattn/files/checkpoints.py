@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..models.rank_attention import check_shard_names as check_shard_names
 from .atomic import finish_replacement
 
 
+logger = logging.get_logger(__name__)
 LONGEST = 400
 NO_SAFETENSORS = "has no safetensors weights"
 URL = re.compile(r"\b(?!(?:file|zip|tar|gzip|bz2|lz4|xz|zstd):)[a-z][a-z0-9+.-]*://[^\s\"]*")
@@ -131,6 +132,7 @@ def load_model(
     revision: str | None = None,
     needed: Callable[[str], bool] = lambda key: True,
     hint: str = "",
+    say_unused: bool = False,
     **options,
 ) -> PreTrainedModel:
     """A model in evaluation mode, from safetensors only and without remote code.
@@ -142,6 +144,7 @@ def load_model(
         revision: Branch, tag or commit on the Hub.
         needed: Which weights the checkpoint must hold, by their names; all of them by default.
         hint: A sentence for the error message about missing weights.
+        say_unused: Whether to warn about weights that the class does not have, and about random weights.
         options: As in `from_pretrained`.
     """
     revision = check_weights(name, config, revision)
@@ -157,7 +160,19 @@ def load_model(
         raise ValueError(
             f"{len(missing)} weights of {name} are missing, for example {missing[0]}: they would be random.{hint}"
         )
+    if say_unused and info["missing_keys"]:
+        logger.warning(f"{name} does not hold {shown(info['missing_keys'])}: random weights take their place.")
+    if say_unused and info["unexpected_keys"]:
+        logger.warning(
+            f"{shown(info['unexpected_keys'])} of {name} are no weights of {type(model).__name__}, and are left out."
+        )
     return in_one_dtype(model, options.get("dtype") or model.config.dtype).eval()
+
+
+def shown(names: Collection[str]) -> str:
+    """The first names of some, and how many more there are."""
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def in_one_dtype(model, dtype: torch.dtype):

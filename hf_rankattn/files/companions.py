@@ -144,10 +144,13 @@ def pooling_of(folder: Path) -> str:
         if not str(entry.get("type")).endswith(".Pooling"):
             continue
         file = folder / str(entry.get("path")) / "config.json"
+        if file.exists() and not is_own_file(file, folder.resolve()) and file.is_file():
+            raise ValueError(f"{file} is outside of {folder}: only files of the checkpoint are read.")
         fields = read_json(file)
         if not isinstance(fields, dict):
             raise ValueError(f"{file} is not the config of a pooling module.")
         old_names = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
+        old_names |= {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_weightedmean_tokens": "weightedmean"}
         old_style = next((old_names[key] for key in old_names if fields.get(key)), "mean")
         found = fields.get("pooling_mode") or old_style
         return found if isinstance(found, str) else "mean"

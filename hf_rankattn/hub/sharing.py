@@ -25,7 +25,7 @@ from .cards import model_card
 
 logger = logging.get_logger(__name__)
 # what a folder must hold to be replaced
-MODEL_FOLDER = {"marker": "config.json", "what": "a model"}
+MODEL_FOLDER = {"marker": "config.json", "what": "a model", "word": '"model_type"'}
 # what is uploaded from the folder that a model was loaded from: files of its tokenizer, and of sentence-transformers
 TOKENIZER = (
     *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "*.model"),
@@ -33,7 +33,7 @@ TOKENIZER = (
 )
 MODULES = (
     *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-    *("[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors", "[0-9]_*/*.bin"),
+    *("[0-9]*_*/*.json", "[0-9]*_*/*.txt", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin"),
 )
 # the section of a card that depends on whether the source is there
 LOADING = re.compile(r"^## How to load it\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
@@ -137,8 +137,10 @@ def folder_of(model: PreTrainedModel, token: bool | str | None = None) -> Path |
     name = model.name_or_path
     if not name or Path(name).is_dir():
         return Path(name).resolve() if name else None
+    revision = getattr(model.config, "_commit_hash", None)
     try:
-        return Path(snapshot_download(name, allow_patterns=["README.md", *TOKENIZER, *MODULES], token=token))
+        patterns = ["README.md", *TOKENIZER, *MODULES]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, token=token))
     except Exception as error:  # network errors have many types, and the name may be that of a deleted folder
         logger.warning(f"the card and the tokenizer of {name} cannot be read: {one_line(error)}")
         return None
@@ -171,7 +173,7 @@ def carried_card(model: PreTrainedModel, folder: Path | None, repo_id: str, remo
     """The card that lies in the folder of an unchanged model, with the name of its new place, or a new one."""
     modules = folder is not None and (folder / "modules.json").is_file()
     new = card_of(model, repo_id, remote_code=remote_code, sentence_transformers=modules)
-    if folder is None or not (folder / "README.md").is_file():
+    if folder is None or not is_own_file(folder / "README.md", folder):
         return new
     old = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
     if is_saved_in(model, folder):

@@ -25,8 +25,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
 from transformers.utils.hub import cached_files, resolve_revision
+from transformers.utils.peft_utils import find_adapter_config_file
 
 
 RANK_FIELDS = ("qk_rank", "v_head_dim", "qk_norm", "qk_scale")
@@ -465,6 +466,8 @@ def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
             config = load.__self__.config_class.get_config_dict(named if config is None else config, **hub)[0]
         given = vars(config) if isinstance(config, PreTrainedConfig) else config
         weight_files(named, given.get("transformers_weights"), kwargs.get("variant"), **hub)
+        if is_peft_available() and find_adapter_config_file(named, **hub) is not None:
+            raise OSError(f"{named} is an adapter, which PEFT may read from a pickle. Merge it into its model first.")
         kwargs.pop("force_download", None)  # the files are fresh now
     try:
         return load(pretrained_model_name_or_path, *model_args, **kwargs)

@@ -49,7 +49,9 @@ class LongTable:
         columns = {name: value.flatten().cpu().double().numpy() for name, value in metrics.items()}
         frames = [pd.DataFrame(columns, index=index).rename_axis(columns="metric").stack()]
         if spectrum is not None:
-            share = (spectrum.square() / spectrum.square().sum(-1, keepdim=True)).flatten(0, -2).cpu().double().numpy()
+            energy = spectrum.square()
+            total = energy.sum(-1, keepdim=True).clamp(min=torch.finfo(energy.dtype).tiny)  # logits can be all zero
+            share = (energy / total).flatten(0, -2).cpu().double().numpy()
             frames.append(pd.DataFrame(share, index=index).rename_axis(columns="component").stack())
         tables = [frame.rename("value").reset_index() for frame in frames]
         tables[1:] = [table.assign(metric="energy_share") for table in tables[1:]]

@@ -101,8 +101,8 @@ class MemorizationConfig(TaskConfig):
             from transformers import AutoTokenizer
 
             try:
-                tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-            except OSError as error:
+                tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+            except Exception as error:  # every tokenizer format has its own errors
                 raise ValueError(
                     f"`tokenizer` must be 'words', 'bytes', a tokenizer, or the folder or name of one; {self.tokenizer!r} "
                     "could not be loaded."

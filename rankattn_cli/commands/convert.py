@@ -48,10 +48,11 @@ def convert(
 
     if auto and qk_rank is not None:
         raise ValueError(f"--auto and --qk-rank {qk_rank} cannot be combined: give one of them.")
-    if curve and (qk_rank is not None or auto or stream or remote_code or dataset):
+    chosen = (qk_rank, auto, energy, mean_rank, stream, remote_code, base_model, dataset, column, label_column)
+    if curve and any(option not in (None, False) for option in chosen):
         raise ValueError(
-            "--curve tries several ranks on the package's text and writes no model: leave --qk-rank, --auto, --stream, "
-            "--remote-code and --dataset out."
+            "--curve tries several ranks on the package's text and writes no model: leave --qk-rank, --auto and its budgets, "
+            "--stream, --remote-code, --base-model, --dataset and its columns out."
         )
     fitting: dict = {"calibration": calibration, "objective": objective, "distil_steps": distil_steps, "seed": seed}
     ranks: dict = {"qk_rank": "auto" if auto else qk_rank, "energy": energy, "mean_rank": mean_rank}

@@ -83,7 +83,7 @@ class ResultFolder:
                 f"another process is filling {self.folder}: wait until it is done, or choose another --out."
             ) from None
         try:
-            for path in self.folder.iterdir():
+            for path in (*self.folder.iterdir(), *self.cells.glob(".*")):
                 if LEFTOVER.fullmatch(path.name):
                     path.unlink()
             yield
