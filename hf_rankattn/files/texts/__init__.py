@@ -42,8 +42,14 @@ def calibration_text() -> list[str]:
 
 def file_text(file: str | Path) -> list[str]:
     """The paragraphs of a UTF-8 file, which can be none; raises a `ValueError` if the file cannot be read."""
+    return paragraphs(utf8_text(file))
+
+
+def utf8_text(file: str | Path) -> str:
     try:
-        return paragraphs(Path(file).read_text(encoding="utf-8"))
+        if Path(file).exists() and not Path(file).is_file():  # opening a named pipe would wait for ever
+            raise OSError("it is not a regular file")
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
 
@@ -92,7 +98,9 @@ def dataset_texts(name: str, split: str, column: str | None) -> Iterator[str]:
     rows = stream_rows(name, split)
     with dataset_errors(name, split):
         strings = text_columns(rows)
-    there_are = f"its text columns are {', '.join(strings)}" if strings else "it has no text column"
+    if not strings:
+        raise ValueError(f"{name} has no text column: choose another dataset.")
+    there_are = f"its text columns are {', '.join(strings)}"
     if column is None and len(strings) != 1:
         raise ValueError(f"give `column`, the column of {name} to read: {there_are}.")
     column = column or strings[0]
