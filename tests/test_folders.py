@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fcntl", reason="no such locks on this system, so nothing is cleaned up")
 
 from hf_rankattn.files.atomic import LEFTOVER, REPLACED, check_replaceable, fresh_folder, staged
-from hf_rankattn.files.checkpoints import readable
+from hf_rankattn.files.checkpoints import data_source, readable
 from hf_rankattn.report.results import report_page
 
 
@@ -134,6 +134,11 @@ class TestKilledWhileReplacing:
         killed_replacement(tmp_path / "out", renames=1)
         with readable(tmp_path / "out"):
             assert (tmp_path / "out" / "done.txt").read_text() == "old"
+
+    def test_so_does_a_command_that_reads_it_as_data(self, tmp_path):
+        killed_replacement(tmp_path / "out", renames=1)
+        assert data_source(str(tmp_path / "out")) == str(tmp_path / "out")
+        assert (tmp_path / "out" / "done.txt").read_text() == "old"
 
     def test_so_does_a_report(self, tmp_path):
         killed_replacement(tmp_path / "out", renames=1)

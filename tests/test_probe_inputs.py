@@ -150,6 +150,12 @@ def test_and_is_ablated_as_the_model_inside(sentence_model):
 
 
 @every_probe
+def test_a_model_without_layers_is_refused(probe):
+    with pytest.raises(ValueError, match="the BertModel has no layers"):
+        probe(BertModel(BERT.stock_config(num_hidden_layers=0)), {"input_ids": IDS})
+
+
+@every_probe
 def test_what_is_no_model_with_weights_is_refused(probe):
     for other in (torch.nn.Linear(2, 2), torch.nn.Sequential(), "bert-base-uncased"):
         with pytest.raises(ValueError, match="must be a transformers model in PyTorch, got a (Linear|Sequential|str)"):

@@ -90,7 +90,10 @@ def load_config(name: str | Path, revision: str | None = None) -> Any:
     refuse_adapter(name, revision)
     with readable(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
-        check_depth(getattr(config, "num_hidden_layers", 0))
+        layers = getattr(config, "num_hidden_layers", None)
+        check_depth(layers or 0)
+        if layers == 0:
+            raise ValueError("num_hidden_layers is 0, so it has no attention.")
     return config
 
 
@@ -220,6 +223,8 @@ def data_source(name: str) -> str:
 
     if Path(name).is_file():
         raise ValueError(f"{name} is a file: give its folder as the dataset.")
+    if not Path(name).exists():
+        finish_replacement(Path(name).resolve())
     if not Path(name).is_dir():
         return name
     for path in (Path(name, "README.md"), Path(name, ".huggingface.yaml")) if config.HF_HUB_OFFLINE else ():

@@ -30,6 +30,8 @@ def probing(
         with full_precision():
             model = plain(model)
             family_of(model)  # refuses an unknown family before anything else
+            if not layers_of(model):
+                raise ValueError(f"the {type(model).__name__} has no layers: there is nothing to measure.")
             return measure(model, *args, **kwargs)
 
     return enter

@@ -154,6 +154,7 @@ ODD = {
     "inf": with_weights(lambda tensors: tensors | {QUERY: torch.full_like(tensors[QUERY], torch.inf)}),
     "missing-layer": with_weights(lambda tensors: cut_out(tensors, "layer.1.attention.self")),
     "nothing-known": with_weights(lambda tensors: {f"other.{name}": tensor for name, tensor in tensors.items()}),
+    "no-layers": with_fields(num_hidden_layers=0),
     "integers": with_weights(lambda tensors: tensors | {QUERY: torch.ones(16, 16, dtype=torch.int64)}),
 }
 # what is harmless and loads everywhere
