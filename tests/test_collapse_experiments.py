@@ -136,7 +136,7 @@ class TestOptions:
             ({"text": "some.txt"}, "--text says what a checkpoint reads: give --checkpoint"),
             ({"dataset": "wiki_bio"}, "--dataset says what a checkpoint reads"),
             ({"checkpoint": "a", "text": "b", "dataset": "c"}, "give --text or --dataset, not both"),
-            ({"checkpoint": "a", "text": "/no/such/file"}, "cannot be read: No such file"),
+            ({"checkpoint": "a", "text": "/no/such/file"}, "cannot be read as UTF-8 text: .*No such file"),
         ],
     )
     def test_what_does_not_go_together(self, options, message):

@@ -208,6 +208,24 @@ def test_errors_name_options_and_not_python_arguments(make_checkpoint, tmp_path,
         assert not any(mark in err for mark in ("`", "=True", "='", "list of", "batches")), (command, err)
 
 
+def test_named_pipes_are_refused_before_they_are_opened(make_checkpoint, tmp_path, capsys):
+    model, out = make_checkpoint("tiny"), ("--out", tmp_path / "out")
+    for pipe in (tmp_path / "pipe", tmp_path / "pipe.html"):
+        os.mkfifo(pipe)
+    text = tmp_path / "pipe"
+    commands = (
+        ("measure", model, "--text", text, *out),
+        ("convert", model, "--qk-rank", "4", "--calibration", text, *out),
+        ("make-data", "memorization", "--text-file", text, *out),
+        ("reproduce", "residuals", "--scale", "smoke", "--checkpoint", model, "--text", text, *out),
+        ("report", tmp_path, "--out", tmp_path / "pipe.html", "--overwrite"),
+    )
+    for command in commands:
+        code, printed, err = run(capsys, *command)
+        assert code == 2 and not printed and err.count("\n") == 1, (command, err)
+        assert "it is not a regular file" in err or "was not written by rankattn" in err, err
+
+
 def test_code_of_a_checkpoint_is_refused_in_plain_words(make_checkpoint, tmp_path, capsys):
     model = make_checkpoint("custom", model_type="mine", auto_map={"AutoConfig": "m.C", "AutoModel": "m.M"})
     for command in (("measure", model), ("convert", model, "--qk-rank", "4")):

@@ -123,5 +123,6 @@ def check_writable(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} is a folder: give the name of a file.")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists already: choose another file, or add --overwrite.")
-    if path.exists() and f'content="{GENERATOR}' not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
+    # opening a named pipe would wait for ever
+    if path.exists() and not (path.is_file() and f'content="{GENERATOR}' in path.read_text("utf-8", "replace")[:2000]):
         raise ValueError(f"{path} was not written by rankattn, so it is not replaced: choose another file.")

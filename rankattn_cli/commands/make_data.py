@@ -23,7 +23,7 @@ def make_data(
     num_keys: int | None = Option(None, help="Number of different keys."),
     layout: str | None = Option(None, help="Layout of the tokens: joint or pairs."),
     angles: str | None = Option(None, help="Angles on the circle: grid or uniform."),
-    text_file: Path | None = Option(None, exists=True, dir_okay=False, help="UTF-8 text file to memorize."),
+    text_file: Path | None = Option(None, help="UTF-8 text file to memorize."),
     tokenizer: str | None = Option(None, help="words, bytes, or the folder or Hub name of a tokenizer."),
     max_length: int | None = Option(None, help="Tokens per row of text."),
     num_examples: int | None = Option(None, help="Rows of the train split."),
@@ -35,12 +35,13 @@ def make_data(
     as_json: bool = Json,
 ) -> None:
     """Write a synthetic task as Parquet files. With a dataset card; datasets.load_dataset reads the folder."""
+    from hf_rankattn.files.texts import utf8_text
     from hf_rankattn.tasks import make_data as write
 
     points: dict = {"dim": dim, "num_points": num_points, "num_queries": num_queries, "distribution": distribution}
     tokens: dict = {"length": length, "num_values": num_values, "num_keys": num_keys}
     shapes: dict = {"layout": layout, "angles": angles}
-    texts = text_file.read_text(encoding="utf-8") if text_file else None
+    texts = utf8_text(text_file) if text_file else None
     text: dict = {"texts": texts, "tokenizer": tokenizer, "max_length": max_length}
     rows: dict = {"num_examples": num_examples, "num_eval_examples": num_eval_examples, "seed": seed}
     written: dict = {"push": push, "overwrite": overwrite, "license": license}

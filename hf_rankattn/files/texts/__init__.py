@@ -42,8 +42,14 @@ def calibration_text() -> list[str]:
 
 def file_text(file: str | Path) -> list[str]:
     """The paragraphs of a UTF-8 file, which can be none; raises a `ValueError` if the file cannot be read."""
+    return paragraphs(utf8_text(file))
+
+
+def utf8_text(file: str | Path) -> str:
     try:
-        return paragraphs(Path(file).read_text(encoding="utf-8"))
+        if Path(file).exists() and not Path(file).is_file():  # opening a named pipe would wait for ever
+            raise OSError("it is not a regular file")
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ... import models as models  # registers the rank models with the Auto classes
 from ...files.batches import longest
-from ...files.texts import package_text
+from ...files.texts import package_text, utf8_text
 from ...probe.survey import facts_of, load_checkpoint, load_tokenizer, random_batches, read_texts, text_batches
 from ...tasks.memorization import words_of
 
@@ -105,10 +105,7 @@ def checkpoint_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"give --text or --dataset, not both; got {text} and {dataset}.")
     found = {"checkpoint": str(name), "text": None, "text_digest": None, "dataset": dataset}
     if text:
-        try:
-            digest = hashlib.sha256(Path(text).read_bytes()).hexdigest()[:16]
-        except OSError as error:
-            raise ValueError(f"--text {text} cannot be read: {error.strerror or error}.") from error
+        digest = hashlib.sha256(utf8_text(text).encode()).hexdigest()[:16]
         # another text under the same name is another cell
         found |= {"text": str(Path(text).resolve()), "text_digest": digest}
     return found
