@@ -97,7 +97,9 @@ def read_texts(
 def dataset_texts(name: str, split: str, column: str | None) -> Iterable[str]:
     rows = stream_rows(name, split)
     strings = text_columns(rows)
-    there_are = f"its text columns are {', '.join(strings)}" if strings else "it has no text column"
+    there_are = f"its text columns are {', '.join(strings)}"
+    if not strings:
+        raise ValueError(f"{name} has no text column: choose another dataset.")
     if column is None and len(strings) != 1:
         raise ValueError(f"give `column`, the column of {name} to read: {there_are}.")
     column = column or strings[0]
