@@ -307,7 +307,7 @@ class TestCalibration:
             (line,) = (line for line in said.splitlines() if line.startswith("To lose less"))
             options = ("--objective attention", "--distil-steps")
             assert tuple(option for option in options if option in line) == advised
-            assert ("a streamed conversion runs no model" in said) == ("--stream" in more)
+            assert ("The damage and the latency were not measured: a streamed" in said) == ("--stream" in more)
 
     def test_the_output_says_what_calibrated_and_that_other_text_loses_more(self, tmp_path, minilm):
         source = save_tiny(tmp_path / "tiny", minilm)

@@ -66,7 +66,8 @@ class Outcome:
     def judged_line(self) -> str:
         """The texts that the damage was measured on, with a warning if they flatter the result."""
         if self.judged_on is None:
-            return f"The damage was not measured: {self.not_judged}."
+            missing = "damage was" if self.latency else "damage and the latency were"
+            return f"The {missing} not measured: {self.not_judged}."
         line = f"Judged on {self.judged_on}."
         if self.judged_texts_seen:
             line += f" {self.judged_texts_seen} of these texts were used in calibration, which flatters the result."
