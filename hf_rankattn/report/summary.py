@@ -85,7 +85,8 @@ def collapse_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findin
         compare = "1: tokens share nothing; 0: all tokens are equal"
         curve = published[published.variant == variant].set_index("layer").value
         if len(curve):
-            compare, values["published"] = published_course(curve, variant, facts)
+            course, values["published"] = published_course(curve, variant, facts)
+            compare = f"{course} ({compare})"
         findings.append(Finding(name, question, answer, compare, values))
     return findings
 
