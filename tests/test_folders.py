@@ -45,7 +45,7 @@ def killed_run(folder):
 
 def killed_replacement(folder, renames):
     """Replace `folder` in a process that is killed after this number of renames."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "done.txt").write_text("old")
     left = [renames]
 
@@ -134,12 +134,10 @@ class TestKilledWhileReplacing:
         killed_replacement(tmp_path / "out", renames=1)
         with readable(tmp_path / "out"):
             assert (tmp_path / "out" / "done.txt").read_text() == "old"
-
-    def test_so_does_a_report(self, tmp_path):
-        killed_replacement(tmp_path / "out", renames=1)
+        killed_replacement(tmp_path / "report" / "out", renames=1)
         with pytest.raises(ValueError, match="holds no results"):  # and not: is not a folder
-            report_page(tmp_path / "out")
-        assert (tmp_path / "out" / "done.txt").read_text() == "old"
+            report_page(tmp_path / "report" / "out")
+        assert (tmp_path / "report" / "out" / "done.txt").read_text() == "old"
 
     def test_the_old_folder_goes_where_the_new_one_is_complete(self, tmp_path):
         killed_replacement(tmp_path / "out", renames=2)
@@ -172,17 +170,23 @@ class TestKilledWhileReplacing:
         assert (tmp_path / "out" / "done.txt").read_text() == "new"
 
 
-def test_a_staged_file_has_the_mode_that_the_user_wants(tmp_path, monkeypatch):
+def test_files_and_folders_have_the_mode_that_the_user_wants(tmp_path, monkeypatch):
+    """A folder that is replaced keeps its own."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "done.txt").touch()
+    (tmp_path / "old").chmod(0o700)
     before = os.umask(0o027)
     try:
         monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("other threads would see another umask"))
         with staged(tmp_path / "table.csv") as staging:
             staging.write_text("whole")
-        with fresh_folder(tmp_path / "out", **MARK) as folder:
-            (folder / "done.txt").write_text("whole")
-            (folder / "done.txt").chmod(0o600)
+        for name, overwrite in (("out", False), ("old", True)):
+            with fresh_folder(tmp_path / name, **{**MARK, "overwrite": overwrite}) as folder:
+                (folder / "done.txt").write_text("whole")
+                (folder / "done.txt").chmod(0o600)
     finally:
         monkeypatch.undo()
         os.umask(before)
-    assert (tmp_path / "table.csv").stat().st_mode & 0o777 == 0o640
-    assert (tmp_path / "out" / "done.txt").stat().st_mode & 0o777 == 0o640
+    found = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("table.csv", "out", "old")}
+    assert found == {"table.csv": 0o640, "out": 0o750, "old": 0o700}
+    assert {(tmp_path / name / "done.txt").stat().st_mode & 0o777 for name in ("out", "old")} == {0o640}

@@ -135,20 +135,6 @@ class TestFolder:
         if overwrite:
             assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def test_a_folder_of_another_process_is_not_replaced(self, tmp_path, monkeypatch):
-        card_of = _publishing.card_of
-
-        def other_process_writes(*arguments, **fields):
-            (tmp_path / "made").mkdir()
-            (tmp_path / "made" / "README.md").write_text("of the first")
-            return card_of(*arguments, **fields)
-
-        monkeypatch.setattr(_publishing, "card_of", other_process_writes)
-        with pytest.raises(ValueError, match="was made by another process meanwhile"):
-            make_data("sorting", tmp_path / "made", **SMALL)
-        assert [path.name for path in tmp_path.rglob("*")] == ["made", "README.md"]
-        assert (tmp_path / "made" / "README.md").read_text() == "of the first"
-
     def test_configs_with_equal_names_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match="two of the configs have the same name 'd64_n8'"):
             make_data("farthest_neighbor", tmp_path / "made", ["d64_n4", "d64_n16"], num_points=8)
