@@ -112,7 +112,8 @@ class TestRealWeights:
         assert (merged.value_x - merged.value_y).abs().max() < 5e-5
 
     def test_hooks_fire_once_a_layer_also_where_layers_are_shared(self):
-        albert = AlbertModel(AlbertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=32, num_hidden_layers=5, vocab_size=50, embedding_size=8)).eval()  # fmt: skip
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 5}
+        albert = AlbertModel(AlbertConfig(**sizes, vocab_size=50, embedding_size=8)).eval()
         assert len(layers_of(albert)) == 5 and len(set(map(id, layers_of(albert)))) == 1
         table = measure_collapse(albert, {"input_ids": torch.arange(12)[None]}, ["san"])
         assert set(table.layer) == set(range(6))
