@@ -130,12 +130,9 @@ def slurm_node(requeue_seconds: int = 5) -> Iterator[SlurmNode]:
             )
         )
         node = SlurmNode(folder, {"SLURM_CONF": str(folder / "slurm.conf")})
-        munge = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
-        start(
-            node,
-            processes,
-            [str(found["munged"]), "--foreground", "--force", f"--socket={folder}/munge.socket", *munge],
-        )
+        options = ["--foreground", "--force", f"--socket={folder}/munge.socket"]
+        options += [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        start(node, processes, [str(found["munged"]), *options])
         wait_for(node, processes, lambda: (folder / "munge.socket").exists(), "munged made no socket")
         start(node, processes, [str(found["slurmctld"]), "-D", "-i"])
         start(node, processes, [str(found["slurmd"]), "-D"])
@@ -157,16 +154,9 @@ def slurm_node(requeue_seconds: int = 5) -> Iterator[SlurmNode]:
 
 def start(node: SlurmNode, processes: list[subprocess.Popen], command: list[str]) -> None:
     with (node.folder / f"{Path(command[0]).name}.out").open("wb") as output:
-        processes.append(
-            subprocess.Popen(
-                command,
-                env={**os.environ, **node.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                preexec_fn=die_with_parent,
-            )
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        environment = {**os.environ, **node.environment}
+        processes.append(subprocess.Popen(command, env=environment, preexec_fn=die_with_parent, **streams))
 
 
 def is_idle(node: SlurmNode) -> bool:

@@ -60,9 +60,8 @@ def test_the_page_is_made_from_the_table_of_a_run(tmp_path):
     (tmp_path / "claims.md").write_text("| a |\n|---|\n| b |\n", encoding="utf-8")
     command = [sys.executable, str(tmp_path / "build_audit.py")]
     subprocess.run([*command, str(tmp_path / "claims.md")], check=True)
-    before, after = (
-        PAGE.read_text(encoding="utf-8").split(mark) for mark in ("<!-- audit: begin -->", "<!-- audit: end -->")
-    )
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = (page.split(mark) for mark in ("<!-- audit: begin -->", "<!-- audit: end -->"))
     made = (tmp_path / "paper-notes.md").read_text(encoding="utf-8")
     assert made == f"{before[0]}<!-- audit: begin -->\n| a |\n|---|\n| b |\n<!-- audit: end -->{after[1]}"
     refused = subprocess.run([*command, str(tmp_path / "absent.md")], capture_output=True, text=True)

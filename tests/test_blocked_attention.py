@@ -59,13 +59,10 @@ def test_values_and_gradients(shape, bias, qk_norm, small_blocks):
         torch.testing.assert_close(again, results[0][0])
 
 
-def test_the_small_blocks_do_split():
+def test_the_small_blocks_do_split(small_blocks):
     """Otherwise the test above would test one block only."""
     states = torch.randn(7, 9, 12, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "ROWS", 60)
-        patch.setattr(blocks, "BLOCK_BYTES", 40_000)
-        samples, step = blocks.block_sizes(states, tuple(build(5, 3, 4)), 5, 3, 4)
+    samples, step = blocks.block_sizes(states, tuple(build(5, 3, 4)), 5, 3, 4)
     assert 7 % samples and 5 % step and step < 5
 
 
@@ -147,11 +144,8 @@ def test_what_is_not_a_plain_layer_is_run_as_one(tmp_path):
     model.set_attn_implementation("sdpa")
 
     model.save_pretrained(tmp_path / "model")
-    placed = RankEncoderModel.from_pretrained(
-        tmp_path / "model",
-        device_map={"embeddings": "cpu", "layers": "disk", "norm": "cpu"},
-        offload_folder=tmp_path / "off",
-    )
+    places = {"device_map": {"embeddings": "cpu", "layers": "disk", "norm": "cpu"}, "offload_folder": tmp_path / "off"}
+    placed = RankEncoderModel.from_pretrained(tmp_path / "model", **places)
     torch.testing.assert_close(placed(points=points).last_hidden_state, expected)
     cpu_offload(model, torch.device("cpu"))
     torch.testing.assert_close(model(points=points).last_hidden_state, expected)

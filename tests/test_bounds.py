@@ -68,9 +68,7 @@ class TestNothingIsViolated:
             assert (rows.skip_measured <= rows.skip_bound * (1 + 1e-9)).all(), seed
             model, batch = random_network(seed, use_mlp=True)
             rows = beyond_rounding(layer_bounds(model, batch))
-            curve = measure_collapse(model, batch, ["transformer"]).pivot(
-                index=["layer", "example"], columns="metric", values="value"
-            )
+            curve = wide(measure_collapse(model, batch, ["transformer"]))
             for (layer, example), row in rows.iterrows():
                 behind = curve.loc[(layer + 1, example)]
                 if behind.relative_residual > 1e-12:  # from the mean, which is at most twice the smallest
@@ -142,9 +140,8 @@ class TestTheFirstConstant:
 class TestNumbers:
     @pytest.mark.parametrize("example, tokens, nearer", [(0, 7, "median"), (1, 5, "mean")])
     def test_against_plain_matrices(self, example, tokens, nearer):
-        config = BertConfig(
-            vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=16
-        )
+        sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
+        config = BertConfig(**sizes, vocab_size=40)
         # drawn in float32, so that it is the same model under any default dtype
         model = BertModel._from_config(config, add_pooling_layer=False, dtype=torch.float32).double().eval()
         ids = torch.randint(40, (2, 7))
@@ -228,9 +225,8 @@ class TestWhereTheySayNothing:
     def test_and_why(self, make, reason):
         table = layer_bounds(make(), {"input_ids": torch.arange(1, 9)[None]})
         bounds = table[table.metric.isin(["published_bound", "repaired_bound", "sharp_bound", "D", "gamma"])]
-        assert (
-            len(bounds) and bounds.value.isna().all() and bounds.note.str.startswith("does not apply: " + reason).all()
-        )
+        assert len(bounds) and bounds.value.isna().all()
+        assert bounds.note.str.startswith("does not apply: " + reason).all()
         measured = table[table.metric.isin(["measured", "beta", "residual"])]
         assert len(measured) and measured.value.notna().all() and (measured.note == "").all()
 

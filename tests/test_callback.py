@@ -94,9 +94,8 @@ def test_training_does_not_feel_it_and_one_number_is_logged_for_each_metric(tmp_
     assert len(plain) == 6
     assert plain == losses(train(tmp_path / "history", spectra))
     assert plain == losses(train(tmp_path / "reported", reporter, added=[RankCallback(every=3)]))
-    names = {
-        f"rank/{name}" for name in ("relative_residual", "token_cosine", "participation_ratio", "argmax_coverage")
-    }
+    logged = ("relative_residual", "token_cosine", "participation_ratio", "argmax_coverage")
+    names = {f"rank/{name}" for name in logged}
     assert [set(logs) - {"epoch"} for _, logs in reporter.seen if names & set(logs)] == [names, names]
 
 

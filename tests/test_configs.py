@@ -15,10 +15,7 @@ from hf_rankattn.probe.survey import load_checkpoint
 
 
 BAD_FIELDS = {
-    "rank-zero": (
-        {"qk_rank": 0},
-        "`qk_rank` is a width and must be an integer of at least 1 and at most 1048576, got 0",
-    ),
+    "rank-zero": ({"qk_rank": 0}, "is a width and must be an integer of at least 1 and at most 1048576, got 0"),
     "rank-negative": ({"qk_rank": -3}, "1048576, got -3"),
     "rank-string": ({"qk_rank": "three"}, "1048576, got 'three'"),
     "rank-float": ({"qk_rank": 4.0}, "1048576, got 4.0"),
@@ -74,12 +71,8 @@ class TestBadInput:
     def test_a_config_of_another_family_builds_nothing(self, family):
         for other in FAMILIES:
             if other is not family:
-                with pytest.raises(
-                    ValueError, match=f"is built from a Rank{family.name}Config, got a Rank{other.name}"
-                ):
-                    family.rank("Model")(other.rank_config())
-                for suffix in family.suffixes[1:2]:
-                    with pytest.raises(ValueError, match="is built from"):
+                for suffix in family.suffixes[:2]:
+                    with pytest.raises(ValueError, match=f"from a Rank{family.name}Config, got a Rank{other.name}"):
                         family.rank(suffix)(other.rank_config())
 
     def test_a_stock_config_object_is_refused_with_the_way_out(self, family):
@@ -169,9 +162,8 @@ def test_albert_refuses_a_value_for_one_layer_of_a_group():
 
 
 def test_xlnet_knows_the_common_names():
-    config = XLNET.rank("Config")(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=9, qk_rank=[3, 4]
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 9}
+    config = XLNET.rank("Config")(**sizes, qk_rank=[3, 4])
     assert (config.d_model, config.n_head, config.n_layer, config.d_head) == (32, 4, 2, 8)
 
 
@@ -182,12 +174,9 @@ def test_a_config_class_of_the_users_own_is_accepted():
     assert BERT.rank("Model")(Mine(**BERT.sizes, qk_rank=2)).encoder.layer[0].attention.self.qk_rank == 2
 
 
-def test_xlnet_refuses_a_head_width_that_it_would_ignore():
+def test_fields_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="`d_head`=3 would be ignored"):
         XLNET.rank_config(d_head=3)
-
-
-def test_two_values_for_one_layer_are_refused():
     with pytest.raises(ValueError, match="layer 1 gets two values of `qk_rank`"):
         BERT.rank_config(qk_rank=[1, 2, 3], per_layer_config={1: {"qk_rank": 5}})
 
@@ -251,9 +240,8 @@ def test_the_encoder_config_refuses(fields, message):
 
 
 def test_encoder_inputs_that_do_not_fit():
-    model = RankEncoderForPointRegression(
-        RankEncoderConfig(input_dim=4, position="additive", max_position_embeddings=5)
-    )
+    config = RankEncoderConfig(input_dim=4, position="additive", max_position_embeddings=5)
+    model = RankEncoderForPointRegression(config)
     points = torch.randn(2, 3, 4)
     for kwargs, message in [
         ({"input_ids": torch.ones(2, 3, dtype=torch.long)}, "reads `points`"),

@@ -22,9 +22,7 @@ class TestDistillation:
         assert errors[1] < 0.8 * errors[0]
         changed = {n for n, w in distilled.named_parameters() if not torch.equal(w, plain.get_parameter(n))}
         names = ("query.weight", "query.bias", "key.weight", ".q", ".k", ".r", "bias", "seg_embed")
-        assert changed and all(
-            name.endswith(names) and ("attention" in name or "rel_attn" in name) for name in changed
-        )
+        assert changed and all(n.endswith(names) and ("attention" in n or "rel_attn" in n) for n in changed)
         assert all(weight.requires_grad and weight.grad is None for weight in distilled.parameters())
 
     def test_the_seed_chooses_the_texts_and_nothing_else_does(self):

@@ -54,9 +54,8 @@ def test_reaches_the_brute_force_optimum(case, monkeypatch):
     ours, start = (own_text_error(rows[model][1], rows[m][1]) for m in (converted, pooled))
     assert start > 1.2 * best and ours < slack * best
     for head in range(4):
-        assert own_text_error(rows[model][head], rows[converted][head]) < own_text_error(
-            rows[model][head], rows[pooled][head]
-        )
+        refined, closed = (own_text_error(rows[model][head], rows[m][head]) for m in (converted, pooled))
+        assert refined < closed
     lost = sum(own_text_error(old, new) for old, new in zip(rows[model], rows[converted], strict=True))
     total = sum(float((y @ form.T @ x).var(correction=0)) for head in rows[model] for x, y, form in head)
     assert reports[0].energy_kept == pytest.approx(1 - lost / total, abs=1e-9)
@@ -77,9 +76,8 @@ def test_segments_of_xlnet_are_in_the_error():
 def random_pieces(texts=5, kind=torch.float64):
     generator = torch.Generator().manual_seed(3)
     scales = torch.rand(texts, 1, 2, 1, 6, generator=generator, dtype=torch.float64) + 0.1
-    query, key = (
-        torch.randn(texts, 2, 20, 6, generator=generator, dtype=torch.float64) * scales[:, :, i] for i in (0, 1)
-    )
+    drawn = [torch.randn(texts, 2, 20, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    query, key = (part * scales[:, :, i] for i, part in enumerate(drawn))
     key = key - key.mean(2, keepdim=True)
     piece = own_rows.TextMoments((query.mT @ query).to(kind), (key.mT @ key / 20).to(kind))
     pools = piece.query.double().sum(0), 20 * piece.key.double().sum(0)

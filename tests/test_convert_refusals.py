@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET
 from testing_convert import plain_inputs, trained_like
 from transformers import BertModel, DistilBertConfig, DistilBertModel
@@ -34,19 +35,17 @@ class TestBadInput:
     @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
     def test_nan_activations_and_weights(self, family):
         model, batch = family.stock("Model")(family.stock_config()), plain_inputs(family)
-        embedded = torch.randn(3, 9, 16 if family is ALBERT else 32).masked_fill(
-            torch.arange(9)[:, None] == 2, torch.nan
-        )
+        embedded = torch.randn(3, 9, 16 if family is ALBERT else 32)
+        embedded[:, 2] = torch.nan
         with pytest.raises(ValueError, match="hold NaN or Inf on the calibration"):
             convert_rank(model, 3, calibration={"inputs_embeds": embedded})
         with torch.no_grad():
             model.get_input_embeddings().weight[-1] = float("nan")
         with pytest.raises(ValueError, match="embedding.* of the given .*Model holds NaN or Inf"):
             convert_rank(model, 3, calibration=batch)
+        key = next(weight for name, weight in model.named_parameters() if name.endswith(("key.weight", ".k")))
         with torch.no_grad():
-            next(weight for name, weight in model.named_parameters() if name.endswith(("key.weight", ".k")))[0] = (
-                float("inf")
-            )
+            key[0] = torch.inf
         with pytest.raises(ValueError, match="holds NaN or Inf"):
             convert_rank(model, 3)
 
@@ -108,43 +107,34 @@ class TestBadInput:
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def shared_layers(model):
-    model.encoder.layer[1] = model.encoder.layer[0]
+def share(model, first, second):
+    model.set_submodule(second, model.get_submodule(first))
 
 
-def shared_queries_and_keys(model):
-    model.encoder.layer[0].attention.self.key = model.encoder.layer[0].attention.self.query
-
-
-def shared_between_layers(model):
+def share_queries(model):
     first, second = (model.encoder.layer[i].attention.self for i in (0, 1))
     second.query.weight = first.query.weight
 
 
-def no_bias(model):
-    model.encoder.layer[0].attention.self.query.bias = None
-
-
-def offloaded(model):
-    from accelerate import cpu_offload
-
-    cpu_offload(model)
-
-
-def no_layers(model):
-    model.encoder.layer = torch.nn.ModuleList()
+LAYER, ATTENTION = "encoder.layer", "encoder.layer.0.attention.self"
 
 
 class TestOddModels:
     @pytest.mark.parametrize(
         "change, message",
         [
-            (shared_layers, "are the same module"),
-            (shared_queries_and_keys, "query.weight of layer 0 and key.weight of layer 0 are one parameter"),
-            (shared_between_layers, "query.weight of layer 0 and query.weight of layer 1 are one parameter"),
-            (no_bias, "layer 0 has no query.bias"),
-            (offloaded, "on the meta device"),
-            (no_layers, "no attention layers"),
+            (lambda model: share(model, f"{LAYER}.0", f"{LAYER}.1"), "are the same module"),
+            (
+                lambda model: share(model, f"{ATTENTION}.query", f"{ATTENTION}.key"),
+                "query.weight of layer 0 and key.weight of layer 0 are one parameter",
+            ),
+            (share_queries, "query.weight of layer 0 and query.weight of layer 1 are one parameter"),
+            (
+                lambda model: setattr(model.get_submodule(f"{ATTENTION}.query"), "bias", None),
+                "layer 0 has no query.bias",
+            ),
+            (cpu_offload, "on the meta device"),
+            (lambda model: model.set_submodule(LAYER, torch.nn.ModuleList()), "no attention layers"),
         ],
     )
     @pytest.mark.parametrize("calibrated", [False, True])

@@ -11,21 +11,27 @@ import torch
 from safetensors.torch import load_file
 from testing_common import ALBERT, BERT, XLNET
 from testing_convert import trained_like
+from testing_folders import change_config
 from transformers import BertConfig, BertModel
 
 from hf_rankattn.convert import convert_model, convert_shards, shards
 
 
+@pytest.fixture
+def new(tmp_path):
+    (tmp_path / "new").mkdir()
+    return tmp_path / "new"
+
+
 class TestShards:
     @pytest.mark.parametrize("family, suffix", [(BERT, "ForMaskedLM"), (ALBERT, "Model"), (XLNET, "LMHeadModel")])
     @pytest.mark.parametrize("request_", [{"qk_rank": 3}, {"qk_rank": 10}, {"qk_rank": "auto", "mean_rank": 4}])
-    def test_equals_the_conversion_in_memory(self, family, suffix, request_, tmp_path):
+    def test_equals_the_conversion_in_memory(self, family, suffix, request_, new, tmp_path):
         model = trained_like(family, suffix).float()
-        (tmp_path / "new").mkdir()
         model.save_pretrained(tmp_path / "old", max_shard_size="15KB")
         whole, reports = convert_model(model, **request_)
         whole.save_pretrained(tmp_path / "whole")
-        _, streamed = convert_shards(tmp_path / "old", tmp_path / "new", **request_)
+        _, streamed = convert_shards(tmp_path / "old", new, **request_)
         assert streamed == reports
         ours, theirs = (family.rank(suffix).from_pretrained(tmp_path / name).state_dict() for name in ("new", "whole"))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -52,8 +58,7 @@ class TestShards:
 
     def test_weights_of_another_name_are_not_ignored(self, tmp_path):
         BERT.stock("Model")(BERT.stock_config()).save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+        change_config(tmp_path, transformers_weights="other.safetensors")
         with pytest.raises(ValueError, match="other.safetensors.*convert without streaming"):
             convert_shards(tmp_path, tmp_path, 3)
 
@@ -64,24 +69,22 @@ class TestShards:
             shards.Stored(file, "w", "F32", (50,), 0, 200).read()
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-    def test_weights_that_are_not_finite_are_refused_wherever_they_are(self, bad, tmp_path):
+    def test_weights_that_are_not_finite_are_refused_wherever_they_are(self, bad, new, tmp_path):
         model = BERT.stock("Model")(BERT.stock_config())
         with torch.no_grad():
             model.encoder.layer[1].output.dense.weight[3, 4] = bad
         model.save_pretrained(tmp_path / "old")
-        (tmp_path / "new").mkdir()
         with pytest.raises(ValueError, match="layer.1.output.dense.weight of .* holds NaN or Inf"):
-            convert_shards(tmp_path / "old", tmp_path / "new", 3)
+            convert_shards(tmp_path / "old", new, 3)
 
-    def test_a_conversion_that_overflows_is_not_written(self, tmp_path):
+    def test_a_conversion_that_overflows_is_not_written(self, new, tmp_path):
         model = BERT.stock("Model")(BERT.stock_config()).half()
         with torch.no_grad():
             for side in ("query", "key"):
                 model.encoder.layer[1].attention.self.get_submodule(side).weight.fill_(6e4)
         model.save_pretrained(tmp_path / "old")
-        (tmp_path / "new").mkdir()
         with pytest.raises(ValueError, match="layer.1.*weight of the converted model holds NaN or Inf"):
-            convert_shards(tmp_path / "old", tmp_path / "new", 3)
+            convert_shards(tmp_path / "old", new, 3)
 
     def test_only_files_of_the_folder_are_read(self, tmp_path):
         folder, outside = tmp_path / "old", tmp_path / "outside.safetensors"
@@ -100,9 +103,8 @@ class TestShards:
         with pytest.raises(ValueError, match="leads out of the folder"):
             convert_shards(folder, tmp_path, 3)
 
-    def test_one_shard_per_layer_from_shards_in_a_subfolder(self, tmp_path):
-        folder, new = tmp_path / "old", tmp_path / "new"
-        new.mkdir()
+    def test_one_shard_per_layer_from_shards_in_a_subfolder(self, new, tmp_path):
+        folder = tmp_path / "old"
         model = BERT.stock("Model")(BERT.stock_config()).eval()
         model.save_pretrained(folder)
         (folder / "sub").mkdir()
@@ -117,10 +119,9 @@ class TestShards:
         assert narrow.config.qk_rank == 3
         assert torch.equal(narrow.get_parameter("pooler.dense.weight"), model.get_parameter("pooler.dense.weight"))
 
-    def test_links_of_the_hub_cache_are_followed(self, tmp_path):
-        folder, blobs, new = tmp_path / "snapshots" / "abc", tmp_path / "blobs", tmp_path / "new"
-        for made in (blobs, new):
-            made.mkdir()
+    def test_links_of_the_hub_cache_are_followed(self, new, tmp_path):
+        folder, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+        blobs.mkdir()
         BERT.stock("Model")(BERT.stock_config()).save_pretrained(folder)
         for file in list(folder.iterdir()):
             shutil.move(file, blobs / f"blob-{file.name}")
@@ -128,23 +129,21 @@ class TestShards:
         convert_shards(folder, new, 3)
         assert BERT.rank("Model").from_pretrained(new).config.qk_rank == 3
 
-    def test_class_names_come_from_our_own_table(self, tmp_path):
-        folder, new = tmp_path / "old", tmp_path / "new"
-        new.mkdir()
+    def test_class_names_come_from_our_own_table(self, new, tmp_path):
+        folder = tmp_path / "old"
         BERT.stock("ForMaskedLM")(BERT.stock_config()).save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
         hostile = "BertModel\nimport os; os.system('id')"
         for named, kept in (
             ([hostile], None),
             (["AlbertModel", 3, "PretrainedConfig"], None),
             ([hostile, "BertForMaskedLM"], ["RankBertForMaskedLM"]),
         ):
-            (folder / "config.json").write_text(json.dumps({**config, "architectures": named}))
+            change_config(folder, architectures=named)
             written, _ = convert_shards(folder, new, 3)
             assert written.architectures == kept
 
     @pytest.mark.slow
-    def test_a_checkpoint_several_times_the_memory_limit(self, tmp_path):
+    def test_a_checkpoint_several_times_the_memory_limit(self, new, tmp_path):
         """All the process may hold, Python and torch included, is a third of the checkpoint at most."""
         code = """
 import json, resource, sys
@@ -169,7 +168,6 @@ print(json.dumps({"limit": limit, "peak": peak * 1024}))
         sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 1000}
         config = BertConfig(**sizes, num_hidden_layers=60, architectures=["BertModel"])
         (tmp_path / "old").mkdir()
-        (tmp_path / "new").mkdir()
         config.save_pretrained(tmp_path / "old")
         total = write_sparse_shards(tmp_path / "old", config)
         command = [sys.executable, "-c", code, str(tmp_path / "old"), str(tmp_path / "new")]
@@ -196,12 +194,8 @@ def write_sparse_shards(folder: Path, config) -> int:
     for file, tensors in shards.items():
         header, end = {}, 0
         for name, tensor in tensors.items():
-            header[name] = {
-                "dtype": "F32",
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + 4 * tensor.numel()],
-            }
-            end += 4 * tensor.numel()
+            begin, end = end, end + 4 * tensor.numel()
+            header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         with (folder / file).open("wb") as stream:
             stream.write(struct.pack("<Q", len(text)) + text)

@@ -15,16 +15,12 @@ from hf_rankattn.files.texts import package_text
 
 LIMIT, TEXTS = 32, package_text()[40:52]
 LEADING = {
-    "Model": "nearest_text_agreement",
-    "ForPreTraining": "masked_token_agreement",
-    "ForMaskedLM": "masked_token_agreement",
-    "ForNextSentencePrediction": "label_agreement",
-    "ForSequenceClassification": "label_agreement",
-    "ForTokenClassification": "label_agreement",
-    "ForMultipleChoice": "choice_agreement",
-    "ForQuestionAnswering": "span_agreement",
-    "ForQuestionAnsweringSimple": "span_agreement",
+    **{"Model": "nearest_text_agreement", "ForMultipleChoice": "choice_agreement"},
+    **dict.fromkeys(("ForPreTraining", "ForMaskedLM"), "masked_token_agreement"),
+    **dict.fromkeys(("ForQuestionAnswering", "ForQuestionAnsweringSimple"), "span_agreement"),
 }
+LABELLED = ("ForNextSentencePrediction", "ForSequenceClassification", "ForTokenClassification")
+LEADING |= dict.fromkeys(LABELLED, "label_agreement")
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +84,8 @@ class TestAgainstPlainLoops:
         labels = [0.5 * place for place in range(len(TEXTS))]
         found = Judge(model, tokenizer, TEXTS, LIMIT, labels).damage(cut)
         before, after = (torch.cat([m(**alone(tokenizer, text)).logits for text in TEXTS])[:, 0] for m in (model, cut))
-        assert found["score_correlation"] == pytest.approx(
-            torch.corrcoef(torch.stack([before, after]))[0, 1].item(), abs=1e-4
-        )
+        agreement = torch.corrcoef(torch.stack([before, after]))[0, 1].item()
+        assert found["score_correlation"] == pytest.approx(agreement, abs=1e-4)
         truth = torch.corrcoef(torch.stack([after, torch.tensor(labels)]))[0, 1].item()
         assert found["label_correlation"] == pytest.approx(truth, abs=1e-4)
 
@@ -110,17 +105,13 @@ class TestAgainstPlainLoops:
             torch.cat([m(**alone(tokenizer, text)).last_hidden_state.mean(1) for text in TEXTS]) for m in (model, cut)
         )
         found = Judge(model, tokenizer, TEXTS, LIMIT).damage(cut)
-        assert found["embedding_cosine"] == pytest.approx(
-            torch.cosine_similarity(before, after).mean().item(), abs=1e-5
-        )
+        cosine = torch.cosine_similarity(before, after).mean().item()
+        assert found["embedding_cosine"] == pytest.approx(cosine, abs=1e-5)
         same = 0
         for place in range(len(TEXTS)):
             others = [other for other in range(len(TEXTS)) if other != place]
             near = [
-                max(
-                    others,
-                    key=lambda other, e=e, place=place: float(torch.cosine_similarity(e[place], e[other], dim=0)),
-                )
+                max(others, key=lambda other, e=e, own=e[place]: float(torch.cosine_similarity(own, e[other], dim=0)))
                 for e in (before, after)
             ]
             same += near[0] == near[1]
@@ -233,10 +224,7 @@ class TestLabels:
     @pytest.mark.parametrize(
         "row, message",
         [
-            (
-                {"tokens": ["rye", "bread"], "label": 1},
-                "holds 1, and a list of 2 labels, one for each word, is needed",
-            ),
+            ({"tokens": ["rye", "bread"], "label": 1}, "holds 1, and a list of 2 labels, one for each word, is"),
             ({"tokens": ["rye", "bread"], "ner_tags": [1]}, "a list of 2 labels"),
             ({"tokens": ["rye", "bread"], "ner_tags": [-100, -100]}, "no word of the dataset has a label"),
         ],

@@ -92,10 +92,8 @@ def sound_rows():
     collapse = []
     for family in ("bert", "albert", "xlnet"):
         for variant, values in (("san", linear if family == "xlnet" else cubic), ("transformer", [0.6] * 5)):
-            collapse += [
-                {"model": family, "variant": variant, "layer": layer, "residual": value}
-                for layer, value in enumerate(values)
-            ]
+            row = {"model": family, "variant": variant}
+            collapse += [{**row, "layer": layer, "residual": value} for layer, value in enumerate(values)]
     tops = {"softmax": 0.63, "hard": 0.63, "qk_norm": 0.63, "causal": 0.5}
     ceiling = [{"maps": maps, "width": width, "share": top} for maps, top in tops.items() for width in (2, 8)]
     cosines = {"calibrated": 0.97, "weights only": 0.8}
@@ -172,9 +170,8 @@ def test_bad_input_leaves_nothing_behind(nothing_runs, options, message):
 @pytest.mark.slow
 def test_ctrl_c_ends_all_processes_with_one_line(tmp_path):
     command = [sys.executable, "-m", "hf_rankattn", "demo", "--workers", "2", "--out", "page"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear_interrupts
-    )
+    options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": hear_interrupts}
+    process = subprocess.Popen(command, cwd=tmp_path, **options)
     time.sleep(25)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)

@@ -46,22 +46,8 @@ def test_follow_rank_in_training(tmp_path):
 
 def test_publish_points_models(tmp_path):
     script = str(EXAMPLES / "publish_points_models.py")
-    result = run(
-        tmp_path,
-        script,
-        "--output_dir",
-        "models",
-        "--steps",
-        "20",
-        "--dim",
-        "16",
-        "--num_points",
-        "4",
-        "--intermediate",
-        "16",
-        "--cards",
-        "cards",
-    )
+    sizes = "--steps 20 --dim 16 --num_points 4 --intermediate 16".split()
+    result = run(tmp_path, script, "--output_dir", "models", "--cards", "cards", *sizes)
     assert result.returncode == 0, result.stderr[-2000:]
     names = {"rank-encoder-farthest-d16-r16", "rank-encoder-farthest-d16-r8"}
     assert {path.name for path in (tmp_path / "models").iterdir()} == {*names, "table.parquet"}

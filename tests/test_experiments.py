@@ -28,6 +28,10 @@ TIMES = ["wall_seconds", "cpu_seconds", "finished"]
 BENEFITS = [name for name, module in EXPERIMENTS.items() if module.startswith("rank_benefits.")]
 
 
+def assert_same(one: pd.DataFrame, other: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(one.drop(columns=TIMES), other.drop(columns=TIMES), check_exact=True)
+
+
 def command(out: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "hf_rankattn", "reproduce", *arguments, "--scale", "smoke", "--out", str(out)]
 
@@ -81,10 +85,8 @@ def test_all_claims_stand_in_one_table(smoke):
 
 def test_training_rows_hold_what_a_reader_needs(smoke):
     table = smoke["rank-separation"].table
-    needed = (
-        "init_seed data_seed steps train_error held_out_error baseline_zero baseline_linear_attention parameters_live"
-    )
-    assert set(needed.split()) <= set(table.columns)
+    needed = "init_seed data_seed steps train_error held_out_error baseline_zero baseline_linear_attention"
+    assert {*needed.split(), "parameters_live"} <= set(table.columns)
     assert (table.status == "finished").all() and table.held_out_error.between(0.1, 3).all()
     assert table.baseline_zero.eq(1).all()
     assert (table.published_estimator <= table.best_train_error).all()
@@ -102,9 +104,7 @@ def test_a_second_run_computes_nothing_and_more_seeds_only_what_is_new(smoke):
 
 def test_two_processes_and_this_one_give_the_same_table(smoke, tmp_path):
     outcome = reproduce("rank-separation", tmp_path, scale="smoke", workers=2)
-    pd.testing.assert_frame_equal(
-        outcome.table.drop(columns=TIMES), smoke["rank-separation"].table.drop(columns=TIMES), check_exact=True
-    )
+    assert_same(outcome.table, smoke["rank-separation"].table)
 
 
 def test_rows_of_another_version_are_not_mixed(smoke, tmp_path):
@@ -126,8 +126,7 @@ def test_a_damaged_row_is_computed_again(tmp_path):
     cell.write_text(cell.read_text()[:100])
     again = reproduce("expansion", tmp_path, scale="smoke", workers=0)
     assert again.computed == 1
-    first, second = (pd.DataFrame(rows).drop(columns=TIMES) for rows in (whole, json.loads(cell.read_text())["rows"]))
-    pd.testing.assert_frame_equal(first, second, check_exact=True)
+    assert_same(pd.DataFrame(whole), pd.DataFrame(json.loads(cell.read_text())["rows"]))
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path):
@@ -328,13 +327,9 @@ def kill_until_done(out: Path, kills: int, seed: int, longest: float) -> tuple[i
     rng = random.Random(seed)
     done = 0
     while True:
-        process = subprocess.Popen(
-            command(out, "rank-separation", "--seeds", "4", "--workers", "2"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        sweep = command(out, "rank-separation", "--seeds", "4", "--workers", "2")
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(sweep, start_new_session=True, **pipes)
         if done < kills:
             try:
                 process.wait(rng.uniform(0.5, longest))
@@ -357,11 +352,10 @@ def kill_until_done(out: Path, kills: int, seed: int, longest: float) -> tuple[i
             return done, pd.read_parquet(out / "rank-separation" / "smoke" / "table.parquet")
 
 
-@pytest.mark.parametrize("kills, seed, longest", [(2, 0, 12.0), pytest.param(12, 1, 14.0, marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("kills, seed, longest", [(2, 0, 12.0), (12, 1, 14.0)])
 def test_a_killed_sweep_ends_with_the_same_table(kills, seed, longest, tmp_path):
     undisturbed = reproduce("rank-separation", tmp_path / "undisturbed", scale="smoke", seeds=4, workers=0)
     done, table = kill_until_done(tmp_path / "killed", kills, seed, longest)
     assert done == kills and len(table) == 16
-    expected = pd.read_parquet(undisturbed.folder / "table.parquet")
-    pd.testing.assert_frame_equal(table.drop(columns=TIMES), expected.drop(columns=TIMES), check_exact=True)
+    assert_same(table, pd.read_parquet(undisturbed.folder / "table.parquet"))

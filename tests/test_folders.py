@@ -45,7 +45,7 @@ def killed_run(folder):
 
 def killed_replacement(folder, renames):
     """Replace `folder` in a process that is killed after this number of renames."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "done.txt").write_text("old")
     left = [renames]
 
@@ -111,6 +111,25 @@ def test_a_name_that_is_nearly_too_long_is_used(tmp_path):
     assert len(os.listdir("/dev/fd")) == handles
 
 
+@pytest.mark.parametrize("failing", [{1}, {2}, {2, 3}], ids=["first", "second", "second-and-rollback"])
+def test_a_rename_that_fails_loses_nothing(failing, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "done.txt").write_text("old")
+    rename, calls = Path.rename, []
+
+    def flaky(self, target):
+        if not str(target).endswith((LEFTOVER, REPLACED)):  # a temporary folder may keep the name it has
+            calls.append(self)
+            if len(calls) in failing:
+                raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", flaky)
+    with pytest.raises(OSError), fresh_folder(tmp_path / "out", **{**MARK, "overwrite": True}) as staging:
+        (staging / "other.txt").write_text("new")
+    assert [path.read_text() for path in tmp_path.rglob("done.txt")] == ["old"]
+
+
 def test_a_failure_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError), fresh_folder(tmp_path / "out", **MARK) as staging:
         (staging / "half").write_text("x")
@@ -119,12 +138,13 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 
 class TestKilledWhileReplacing:
-    def test_the_old_folder_gets_its_name_back(self, tmp_path):
-        killed_replacement(tmp_path / "out", renames=1)
-        assert not (tmp_path / "out").exists()
+    @pytest.mark.parametrize("renames, found", [(1, "old"), (2, "new")])
+    def test_the_old_folder_gets_its_name_back_or_goes(self, renames, found, tmp_path):
+        killed_replacement(tmp_path / "out", renames)
+        assert (tmp_path / "out").exists() == (renames == 2)
         with pytest.raises(ValueError, match="exists already"):
             check_replaceable(tmp_path / "out", **MARK)
-        assert (tmp_path / "out" / "done.txt").read_text() == "old"
+        assert (tmp_path / "out" / "done.txt").read_text() == found
         with fresh_folder(tmp_path / "out", **{**MARK, "overwrite": True}) as staging:
             (staging / "done.txt").write_text("newer")
         assert (tmp_path / "out" / "done.txt").read_text() == "newer"
@@ -134,24 +154,13 @@ class TestKilledWhileReplacing:
         killed_replacement(tmp_path / "out", renames=1)
         with readable(tmp_path / "out"):
             assert (tmp_path / "out" / "done.txt").read_text() == "old"
-
-    def test_so_does_a_command_that_reads_it_as_data(self, tmp_path):
-        killed_replacement(tmp_path / "out", renames=1)
-        assert data_source(str(tmp_path / "out")) == str(tmp_path / "out")
-        assert (tmp_path / "out" / "done.txt").read_text() == "old"
-
-    def test_so_does_a_report(self, tmp_path):
-        killed_replacement(tmp_path / "out", renames=1)
+        killed_replacement(tmp_path / "data" / "out", renames=1)
+        assert data_source(str(tmp_path / "data" / "out")) == str(tmp_path / "data" / "out")
+        assert (tmp_path / "data" / "out" / "done.txt").read_text() == "old"
+        killed_replacement(tmp_path / "report" / "out", renames=1)
         with pytest.raises(ValueError, match="holds no results"):  # and not: is not a folder
-            report_page(tmp_path / "out")
-        assert (tmp_path / "out" / "done.txt").read_text() == "old"
-
-    def test_the_old_folder_goes_where_the_new_one_is_complete(self, tmp_path):
-        killed_replacement(tmp_path / "out", renames=2)
-        with pytest.raises(ValueError, match="exists already"):
-            check_replaceable(tmp_path / "out", **MARK)
-        assert (tmp_path / "out" / "done.txt").read_text() == "new"
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+            report_page(tmp_path / "report" / "out")
+        assert (tmp_path / "report" / "out" / "done.txt").read_text() == "old"
 
     def test_the_old_folder_stays_where_another_has_its_name(self, tmp_path):
         killed_replacement(tmp_path / "out", renames=1)
@@ -177,17 +186,23 @@ class TestKilledWhileReplacing:
         assert (tmp_path / "out" / "done.txt").read_text() == "new"
 
 
-def test_a_staged_file_has_the_mode_that_the_user_wants(tmp_path, monkeypatch):
+def test_files_and_folders_have_the_mode_that_the_user_wants(tmp_path, monkeypatch):
+    """A folder that is replaced keeps its own."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "done.txt").touch()
+    (tmp_path / "old").chmod(0o700)
     before = os.umask(0o027)
     try:
         monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("other threads would see another umask"))
         with staged(tmp_path / "table.csv") as staging:
             staging.write_text("whole")
-        with fresh_folder(tmp_path / "out", **MARK) as folder:
-            (folder / "done.txt").write_text("whole")
-            (folder / "done.txt").chmod(0o600)
+        for name, overwrite in (("out", False), ("old", True)):
+            with fresh_folder(tmp_path / name, **{**MARK, "overwrite": overwrite}) as folder:
+                (folder / "done.txt").write_text("whole")
+                (folder / "done.txt").chmod(0o600)
     finally:
         monkeypatch.undo()
         os.umask(before)
-    assert (tmp_path / "table.csv").stat().st_mode & 0o777 == 0o640
-    assert (tmp_path / "out" / "done.txt").stat().st_mode & 0o777 == 0o640
+    found = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("table.csv", "out", "old")}
+    assert found == {"table.csv": 0o640, "out": 0o750, "old": 0o700}
+    assert {(tmp_path / name / "done.txt").stat().st_mode & 0o777 for name in ("out", "old")} == {0o640}

@@ -181,15 +181,14 @@ class TestXLNet:
         perm_mask[:, :, -1] = 1.0
         target_mapping = torch.zeros(2, 1, 6)
         target_mapping[:, 0, -1] = 1.0
-        output = model(
-            ids, perm_mask=perm_mask, target_mapping=target_mapping, output_attentions=True, output_hidden_states=True
-        )
+        streams = {"perm_mask": perm_mask, "target_mapping": target_mapping}
+        output = model(ids, **streams, output_attentions=True, output_hidden_states=True)
         assert output.logits.shape == (2, 1, 47)
         assert len(output.hidden_states) == 2 * 4
         assert all(h.shape == (2, 4, 6, 6) and g.shape == (2, 4, 6, 6) for h, g in output.attentions)
         changed = ids.clone()
         changed[:, -1] = (changed[:, -1] + 1) % 47
-        again = model(changed, perm_mask=perm_mask, target_mapping=target_mapping)
+        again = model(changed, **streams)
         assert torch.equal(again.logits, output.logits), "the query stream must not see its own token"
 
     @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "unit-norm"])
@@ -294,9 +293,8 @@ def test_every_task_class_trains_at_a_small_rank(family, suffix):
 class TestPerLayer:
     def test_widths_differ_by_layer(self):
         for family in (BERT, XLNET):
-            model = build(
-                family, qk_rank=6, per_layer_config={1: {"qk_rank": 2, "v_head_dim": 5}, 2: {"qk_norm": True}}
-            )
+            layers = {1: {"qk_rank": 2, "v_head_dim": 5}, 2: {"qk_norm": True}}
+            model = build(family, qk_rank=6, per_layer_config=layers)
             assert [(a.qk_rank, a.v_head_dim) for a in attention_modules(model)] == [(6, 8), (2, 5), (6, 8)]
             assert [a.log_temperature is not None for a in attention_modules(model)] == [False, False, True]
             output = model(**tiny_inputs(family, "Model"), output_attentions=True)

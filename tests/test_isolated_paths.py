@@ -7,7 +7,7 @@ import pytest
 import torch
 from testing_common import FAMILIES, FAMILY_IDS, float_tensors, shaken, small_bert, tiny_inputs
 from testing_probe import small, value_of
-from transformers import BertConfig, BertForPreTraining, BertLMHeadModel, BertModel
+from transformers import BertForPreTraining, BertLMHeadModel
 
 from hf_rankattn import RankEncoderConfig, RankEncoderModel, isolated_paths, path_products
 from hf_rankattn.families.architectures import family_of, layers_of
@@ -73,9 +73,8 @@ class TestIsolatedPaths:
 
     def test_what_has_no_isolated_paths(self):
         with pytest.raises(ValueError, match="normalise after they add"):
-            isolated_paths(
-                RankEncoderModel(RankEncoderConfig(input_dim=4, norm_placement="pre")), {"points": torch.ones(1, 4, 4)}
-            )
+            model = RankEncoderModel(RankEncoderConfig(input_dim=4, norm_placement="pre"))
+            isolated_paths(model, {"points": torch.ones(1, 4, 4)})
         batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
         for argument, message in (
             ({"paths": 0}, "`paths` must be at least 1, got 0"),
@@ -123,15 +122,6 @@ class TestProducts:
                 if head >= 0:
                     expected = maps[layer][example, head] @ expected
             torch.testing.assert_close(product, expected)
-
-    @pytest.mark.slow
-    def test_the_rate_at_initialisation(self):
-        model = BertModel(BertConfig(), add_pooling_layer=False).eval()
-        ids = torch.randint(30000, (4, 128), generator=torch.Generator().manual_seed(0))
-        table = path_products(model, {"input_ids": ids}, lengths=[1, 2, 3])
-        medians = table.groupby("length").value.median().tolist()
-        for found, published in zip(medians, (0.153, 2.6e-3, 4.6e-5), strict=True):
-            assert published / 2 < found < published * 2
 
     def test_lengths(self):
         batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}

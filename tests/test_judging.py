@@ -1,13 +1,12 @@
 """Verdicts: a yes or a no needs seeds that agree, and a baseline that has trained."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
+from testing_probe import run
 
 from hf_rankattn.papers import Claim, reproduce
 from hf_rankattn.papers.rank_benefits._points import judge_separation
@@ -97,12 +96,11 @@ def test_two_seeds_do_not_make_wide_circles_slow(narrow, wide, expected):
     assert claim.verdict == expected and f"{len(wide)} seeds" in claim.why
 
 
-def test_a_smoke_run_judges_nothing_and_does_not_read_as_a_failure(tmp_path):
-    out = str(tmp_path / "runs")
-    command = [sys.executable, "-m", "hf_rankattn", "reproduce", "path-counts", "--scale", "smoke", "--out", out]
-    run = subprocess.run([*command, "--workers", "0"], capture_output=True, text=True, check=True)
-    assert "claims, not judged at this scale." in run.stdout and "not testable" not in run.stdout
-    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+def test_a_smoke_run_judges_nothing_and_does_not_read_as_a_failure(tmp_path, capsys):
+    command = ["reproduce", "path-counts", "--scale", "smoke", "--workers", "0", "--out", tmp_path / "runs"]
+    code, said, _ = run(capsys, *command)
+    assert code == 0 and "claims, not judged at this scale." in said and "not testable" not in said
+    found = json.loads(run(capsys, *command, "--json")[1])
     assert found[0]["verdicts"]["not judged at this scale"] == len(found[0]["claims"]) > 0
 
 

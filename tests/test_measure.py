@@ -21,7 +21,6 @@ from hf_rankattn.measure import (
     token_cosine,
 )
 from hf_rankattn.measure.rate import precision_floor
-from hf_rankattn.measure.spectrum import spectrum_metrics
 from hf_rankattn.report.plots import published_residuals
 
 
@@ -35,10 +34,6 @@ def maps_of(max_tokens=8):
     sizes = st.integers(1, max_tokens)
     logits = sizes.flatmap(lambda n: arrays(np.float64, (n, n), elements=st.floats(-20, 20)))
     return logits.map(lambda array: torch.softmax(torch.from_numpy(array), dim=-1))
-
-
-def hardmax(logits):
-    return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
 
 
 class TestResidual:
@@ -180,37 +175,6 @@ class TestSpectrum:
         exact = spectral_metrics(maps)["stable_rank"]
         assert abs(metrics["stable_rank"] / exact - 1) <= metrics["stable_rank_error"] < 1e-3
 
-    def test_hardmax_counts_columns(self):
-        maps = hardmax(torch.randn(128, 128))
-        counts = maps.sum(0)
-        metrics = spectral_metrics(maps)
-        assert metrics["numerical_rank"] == metrics["argmax_coverage"] == (counts > 0).sum()
-        expected = counts.sqrt().sort(descending=True).values
-        torch.testing.assert_close(torch.linalg.svdvals(maps), expected, atol=1e-9, rtol=0)
-
-    def test_the_ceiling_is_an_occupancy_count(self):
-        bidirectional = spectral_metrics(hardmax(torch.randn(50, 128, 128)))["argmax_coverage"] / 128
-        assert bidirectional.mean().item() == pytest.approx(0.6336, abs=0.015)
-        causal = torch.randn(20, 256, 256).masked_fill(torch.ones(256, 256).triu(1).bool(), -torch.inf)
-        coverage = spectral_metrics(hardmax(causal))["argmax_coverage"] / 256
-        assert coverage.mean().item() == pytest.approx(0.502, abs=0.015)
-
-    @pytest.mark.parametrize(
-        "unit, n, width, expected",
-        [(False, 128, 8, 0.356), (False, 128, 128, 0.608), (True, 128, 2, 0.556), (True, 256, 8, 0.620)],
-    )
-    def test_gaussian_keys_need_width_and_unit_keys_do_not(self, unit, n, width, expected):
-        keys = torch.randn(40, n, width)
-        keys = torch.nn.functional.normalize(keys, dim=-1) if unit else keys
-        coverage = cheap_metrics(hardmax(torch.randn(40, n, width) @ keys.transpose(1, 2)))["argmax_coverage"] / n
-        assert coverage.mean().item() == pytest.approx(expected, abs=0.02)
-
-    def test_soft_maps_of_random_logits(self):
-        maps = torch.softmax(0.5 * torch.randn(10, 256, 256), -1)
-        assert spectral_metrics(maps)["stable_rank"].mean().item() == pytest.approx(1.284, rel=0.02)
-        second = torch.linalg.svdvals(maps)[:, 1].mean().item()
-        assert second == pytest.approx(2 * math.sqrt((math.exp(0.25) - 1) / 256), rel=0.07)
-
     def test_half_precision_maps_have_the_rank_of_their_noise_below_a_thousandth(self):
         logits = torch.randn(8, 128, 2).float() @ torch.randn(8, 2, 128).float() / math.sqrt(2)
         maps = torch.softmax(logits, -1), torch.softmax(logits, -1).bfloat16()
@@ -227,14 +191,6 @@ class TestSpectrum:
         assert metrics["effective_rank"].item() == pytest.approx(32.0, abs=0.1)
         assert torch.linalg.svdvals(causal)[0].item() == pytest.approx(1.6462, abs=1e-3)
         assert spectral_metrics(torch.full((128, 128), 1 / 128))["numerical_rank"] == 1
-
-    def test_random_selection_has_the_poisson_limits(self):
-        maps = hardmax(torch.rand(6, 512, 512))
-        metrics = {name: value.mean().item() / 512 for name, value in spectral_metrics(maps).items()}
-        assert metrics["participation_ratio"] == pytest.approx(0.500, abs=0.015)
-        assert metrics["effective_rank"] == pytest.approx(0.6165, abs=0.012)
-        energies = torch.linalg.svdvals(maps).square()  # the other effective rank in use, that of squares
-        assert spectrum_metrics(energies)["effective_rank"].mean().item() / 512 == pytest.approx(0.5645, abs=0.013)
 
     def test_nonsense_is_refused(self):
         maps = torch.softmax(torch.randn(2, 4, 5, 5), -1)

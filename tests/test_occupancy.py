@@ -111,9 +111,8 @@ class TestRankRules:
         n, width = x.shape
         angle = np.arange(n)[:, None] * base ** (-np.arange(width // 2) / max(1, width // 2))
         first, second = x[:, : width // 2], x[:, width // 2 :]
-        return np.concatenate(
-            [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], 1
-        )
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], 1)
 
     @pytest.mark.parametrize("rotary", ["none", "half", "all"])
     @pytest.mark.parametrize("width", [8, 16, 32])
@@ -127,9 +126,8 @@ class TestRankRules:
             def heads(count, rng=rng, x=x):
                 for _ in range(count):
                     features = x @ rng.standard_normal((x.shape[1], width))
-                    yield np.concatenate(
-                        [self.rotate(features[:, :rotary_dim], base=3.0), features[:, rotary_dim:]], 1
-                    )
+                    turned = self.rotate(features[:, :rotary_dim], base=3.0)
+                    yield np.concatenate([turned, features[:, rotary_dim:]], 1)
 
             keys = list(heads(groups))
             logits = [query @ keys[0].T for query in heads(4 // groups)]

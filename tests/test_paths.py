@@ -230,10 +230,8 @@ class TestEveryFamily:
         assert not close(found - frozen.source, expected, expected, 1e-2)
 
     def test_images(self):
-        table = path_lengths(
-            shaken(small("vit")).double(), {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)}
-        )
-        assert error_of(table) <= 1e-12
+        pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        assert error_of(path_lengths(shaken(small("vit")).double(), {"pixel_values": pixels})) <= 1e-12
 
     def test_points_and_queries(self):
         config = RankEncoderConfig(input_dim=6, num_hidden_layers=3, num_attention_heads=2, qk_rank=2)

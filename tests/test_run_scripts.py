@@ -28,14 +28,8 @@ WORKER = str(Path(__file__).parent / "worker_scripts.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 # ten steps, of which the third pass over small data, a warm-up and checkpoints before and after the middle are part
 COMMON = {"steps": 10, "batch_size": 16, "log_every": 1, "save_every": 4, "learning_rate": 5e-3, "warmup": 0.2}
-POINTS = {
-    "task": "nearest_neighbor",
-    "dim": 4,
-    "num_points": 2,
-    "intermediate_size": 8,
-    "qk_norm": True,
-    "num_eval_examples": 45,
-}
+POINTS = {"task": "nearest_neighbor", "dim": 4, "num_points": 2, "num_eval_examples": 45}
+POINTS |= {"intermediate_size": 8, "qk_norm": True}
 
 
 @dataclass(frozen=True)
@@ -103,6 +97,10 @@ def launched(folder: Path, *command: str, environment: dict | None = None) -> su
     )
 
 
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
 def losses(folder: Path) -> torch.Tensor:
     with open(folder / "losses.csv") as file:
         rows = list(csv.DictReader(file))
@@ -164,7 +162,7 @@ def test_it_ends_with_a_model_a_card_and_held_out_results(script, folder, whole)
     from transformers import AutoConfig
 
     output = whole(script)
-    results = json.loads((output / "results.json").read_text())
+    results = results_of(output)
     assert set(script.metrics) <= set(results)
     config = AutoConfig.from_pretrained(output / "model")
     assert config.head_geometry(0).qk_rank == script.settings.get("qk_rank", 4)
@@ -186,9 +184,7 @@ def test_stopped_and_resumed_it_is_the_same_run(script, folder, whole):
     assert "--stop_at 5 lies behind" in refused(folder, *command, "--stop_at", "5", "--resume")
     assert "going on at step 5 of 10" in finished(folder, *command, "--resume")
     assert furthest(output, whole(script)) == (0, 0)
-    assert json.loads((output / "results.json").read_text()) == json.loads(
-        (whole(script) / "results.json").read_text()
-    )
+    assert results_of(output) == results_of(whole(script))
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +210,9 @@ def test_two_processes_are_one_run(script, folder, whole, two):
     output = folder / f"{script.name}-two"
     loss, weight = furthest(output, whole(script))
     assert loss <= 1e-5 and weight <= 1e-5, (loss, weight)
-    results = [json.loads((run / "results.json").read_text()) for run in (output, whole(script))]
-    assert results[0] == pytest.approx(results[1], abs=1e-5), "rows that fill up the last batch must not count"
+    assert results_of(output) == pytest.approx(results_of(whole(script)), abs=1e-5), (
+        "rows that fill up the last batch must not count"
+    )
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(folder, two):
@@ -252,24 +249,19 @@ def test_the_twins_are_one(whole):
 @pytest.mark.parametrize(
     "task, more, metric",
     [
-        (
-            "farthest_neighbor",
-            ["--dim", "4", "--num_points", "3", "--qk_rank", "2", "--budget", "16"],
-            "neighbor_error",
-        ),
-        ("biased_nearest_neighbor", ["--dim", "4"], "neighbor_error"),
-        ("convex_hull", ["--hidden_size", "8"], "hull_vertex_f1"),
-        ("circle", ["--task_config", "uniform_n1000"], "neighbor_error"),
+        ("farthest_neighbor", "--dim 4 --num_points 3 --qk_rank 2 --budget 16", "neighbor_error"),
+        ("biased_nearest_neighbor", "--dim 4", "neighbor_error"),
+        ("convex_hull", "--hidden_size 8", "hull_vertex_f1"),
+        ("circle", "--task_config uniform_n1000", "neighbor_error"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_task_on_points(script, task, more, metric, folder):
     output = folder / f"{script.name}-{task}"
     size = "--steps 2 --batch_size 4 --log_every 1 --save_every 2 --intermediate_size 8 --num_eval_examples 6".split()
-    finished(folder, script, "--task", task, *more, *size, "--output_dir", output.name)
+    finished(folder, script, "--task", task, *more.split(), *size, "--output_dir", output.name)
     twin = folder / f"run_points-{task}"
-    assert metric in (results := json.loads((output / "results.json").read_text()))
-    assert not twin.exists() or results == json.loads((twin / "results.json").read_text())
+    assert metric in results_of(output)
+    assert not twin.exists() or results_of(output) == results_of(twin)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
@@ -303,16 +295,7 @@ def test_what_it_would_mix_or_overwrite_is_refused(script, folder, whole):
 @pytest.mark.parametrize("script", SCRIPTS[:1], ids=IDS[:1])
 def test_killed_it_goes_on_from_the_last_whole_checkpoint(script, folder):
     """Killed without warning somewhere in 2000 steps with a checkpoint every second; the curve shows no seam."""
-    size = [
-        "--steps",
-        "2000",
-        "--save_every",
-        "2",
-        "--num_eval_examples",
-        "4",
-        "--output_dir",
-        f"{script.name}-killed",
-    ]
+    size = "--steps 2000 --save_every 2 --num_eval_examples 4 --output_dir".split() + [f"{script.name}-killed"]
     command = [sys.executable, script.path, f"{script.name}.yaml", *size]
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -350,18 +333,7 @@ def test_a_diverged_run_stops_and_exports_nothing(script, folder):
     assert ended.code == 2 and "training diverged: loss is" in line and "try a lower learning rate" in line
     assert not (output / "model").exists() and not (output / "results.json").exists()
     # of one step, the loss is that of the fresh weights: only what is measured after it shows that they are broken
-    broken = [
-        "--steps",
-        "1",
-        "--log_every",
-        "1",
-        "--save_every",
-        "1",
-        "--learning_rate",
-        "1e30",
-        "--output_dir",
-        "one",
-    ]
+    broken = "--steps 1 --log_every 1 --save_every 1 --learning_rate 1e30 --output_dir one".split()
     assert "training diverged" in refused(folder, script, *command[:1], "--warmup", "0", *broken)
     assert not (folder / "one" / "model").exists()
     shutil.rmtree(folder / "one")

@@ -73,9 +73,8 @@ def sweep(out: Path, *options: str) -> subprocess.Popen:
     command += ["--out", str(out), "--engine", "slurm"]
     for option in options:
         command += ["--engine-option", option]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, preexec_fn=hear_interrupts, **pipes)
 
 
 def in_background(function) -> tuple[threading.Thread, list[BaseException]]:
@@ -183,9 +182,8 @@ def test_a_cancelled_job_is_named_and_only_its_cells_are_run_again(node, earlier
     kept = list((tmp_path / "random-features" / "smoke" / "cells").glob("*.json"))
     assert len(kept) == 3
     before = {path: path.stat().st_mtime_ns for path in kept}
-    again = reproduce(
-        "random-features", tmp_path, scale="smoke", engine="slurm", engine_options={**options, "cells_per_job": 4}
-    )
+    options["cells_per_job"] = 4
+    again = reproduce("random-features", tmp_path, scale="smoke", engine="slurm", engine_options=options)
     assert again.computed == 4 and {path: path.stat().st_mtime_ns for path in kept} == before
     assert_same(again.table, local_table)
 
@@ -218,7 +216,6 @@ def test_what_slurm_refuses_is_one_line(tmp_path):
     process = sweep(tmp_path, "partition=nowhere")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert errors.splitlines()[-1].startswith(
-        "rankattn: Slurm did not take 7 jobs of 240 minutes in the partition nowhere"
-    )
+    told = "rankattn: Slurm did not take 7 jobs of 240 minutes in the partition nowhere"
+    assert errors.splitlines()[-1].startswith(told)
     assert "Invalid partition name" in errors and "Traceback" not in errors

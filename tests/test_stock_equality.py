@@ -92,9 +92,8 @@ def test_the_real_checkpoint_loads_and_agrees(minilm):
     from hf_rankattn import RankBertModel
 
     tokenizer = AutoTokenizer.from_pretrained(minilm)
-    batch = tokenizer(
-        ["Rank is a resource.", "Depth loses it, unless there are skips."], padding=True, return_tensors="pt"
-    )
+    texts = ["Rank is a resource.", "Depth loses it, unless there are skips."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
     for implementation in ("eager", "sdpa"):
         stock = BertModel.from_pretrained(minilm, attn_implementation=implementation)
         rank, info = RankBertModel.from_pretrained(
@@ -116,9 +115,8 @@ def test_a_decoder_with_cross_attention_and_cache_is_stock_bert(implementation):
     results = []
     for model in (stock, rank):
         prefix = model(ids[:, :4], encoder_hidden_states=encoder_states, use_cache=True)
-        step = model(
-            ids[:, 4:], encoder_hidden_states=encoder_states, past_key_values=prefix.past_key_values, use_cache=True
-        )
+        cached = {"past_key_values": prefix.past_key_values, "use_cache": True}
+        step = model(ids[:, 4:], encoder_hidden_states=encoder_states, **cached)
         results.append([prefix.logits, step.logits])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     whole = rank(ids, encoder_hidden_states=encoder_states).logits

@@ -12,6 +12,7 @@ from datasets import load_dataset
 from hub_stand_in import HubStandIn
 from huggingface_hub import DatasetCard
 from test_sharing import BLOCKER
+from testing_probe import run
 from typer.testing import CliRunner
 
 from hf_rankattn.tasks import _publishing, baselines, make_data, task_builder
@@ -83,11 +84,8 @@ class TestFolder:
         assert data["license"] == "cc0-1.0" and data["size_categories"] == ["n<1K"]
         assert [entry["config_name"] for entry in data["configs"]] == ["d64_n16", "d64_n4"]
         (splits,) = (info["splits"] for info in data["dataset_info"] if info["config_name"] == "d64_n4")
-        assert [(split["name"], split["num_examples"]) for split in splits] == [
-            ("train", 40),
-            ("validation", 10),
-            ("test", 10),
-        ]
+        sizes = {split["name"]: split["num_examples"] for split in splits}
+        assert list(sizes.items()) == [("train", 40), ("validation", 10), ("test", 10)]
         measured = baselines("farthest_neighbor", "d64_n16", **SMALL)["own_token_and_mean_pool"]["neighbor_error"]
         assert f"| own_token_and_mean_pool | {measured:.4g} |" in card.text
         for part in ("## How the labels are made", "## Citation", "2407.16153", "`points`", "dim 64, num_points 4"):
@@ -119,36 +117,6 @@ class TestFolder:
             make_data("sorting", ".", overwrite=True)
         assert {path.name for path in tmp_path.iterdir()} == {"made", "thesis"}
 
-    @pytest.mark.parametrize("overwrite", [False, True])
-    def test_what_fails_leaves_nothing_half_written(self, overwrite, tmp_path, monkeypatch):
-        if overwrite:
-            make_data("sorting", tmp_path / "made", **SMALL)
-            before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-        def fail(*arguments, **fields):
-            raise OSError("disk full")
-
-        monkeypatch.setattr(_publishing, "card_of", fail)
-        with pytest.raises(OSError, match="disk full"):
-            make_data("sorting", tmp_path / "made", overwrite=overwrite, seed=1, **SMALL)
-        assert [path.name for path in tmp_path.iterdir()] == (["made"] if overwrite else [])
-        if overwrite:
-            assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-    def test_a_folder_of_another_process_is_not_replaced(self, tmp_path, monkeypatch):
-        card_of = _publishing.card_of
-
-        def other_process_writes(*arguments, **fields):
-            (tmp_path / "made").mkdir()
-            (tmp_path / "made" / "README.md").write_text("of the first")
-            return card_of(*arguments, **fields)
-
-        monkeypatch.setattr(_publishing, "card_of", other_process_writes)
-        with pytest.raises(ValueError, match="was made by another process meanwhile"):
-            make_data("sorting", tmp_path / "made", **SMALL)
-        assert [path.name for path in tmp_path.rglob("*")] == ["made", "README.md"]
-        assert (tmp_path / "made" / "README.md").read_text() == "of the first"
-
     def test_configs_with_equal_names_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match="two of the configs have the same name 'd64_n8'"):
             make_data("farthest_neighbor", tmp_path / "made", ["d64_n4", "d64_n16"], num_points=8)
@@ -158,9 +126,6 @@ class TestFolder:
 class TestCommand:
     def invoke(self, *arguments: str):
         return CliRunner().invoke(cli.app, ["make-data", *arguments])
-
-    def test_help_has_an_example(self):
-        assert "Example: rankattn make-data" in self.invoke("--help").output
 
     def test_json_names_rows_and_baselines(self, tmp_path):
         options = "--dim 8 --num-points 4 --num-examples 30 --num-eval-examples 5 --seed 3".split()
@@ -187,7 +152,7 @@ class TestCommand:
         assert result.returncode == 0, result.stderr[-2000:]
         assert list((tmp_path / "made").rglob("train-*.parquet"))
 
-    def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, monkeypatch, capsys):
+    def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, capsys):
         for arguments, message in [
             (["explode"], "there is no task 'explode'; the tasks are biased_nearest_neighbor"),
             (["sorting", "--dim", "3"], "sorting has no parameter 'dim'"),
@@ -195,11 +160,8 @@ class TestCommand:
             (["farthest_neighbor", "--num-points", f"{10**30}"], "--num-points must be at most 2147483647"),
             (["sorting", "--push", "me/x"], "while HF_HUB_OFFLINE is set"),
         ]:
-            monkeypatch.setattr(sys, "argv", ["rankattn", "make-data", *arguments, "--out", str(tmp_path / "made")])
-            with pytest.raises(SystemExit) as caught:
-                cli.main()
-            error = capsys.readouterr().err
-            assert caught.value.code == 2 and message in error and error.count("\n") == 1
+            code, _, error = run(capsys, "make-data", *arguments, "--out", tmp_path / "made")
+            assert code == 2 and message in error and error.count("\n") == 1
         assert not list(tmp_path.iterdir())
 
 
@@ -223,17 +185,14 @@ class TestHub:
             yield hub
 
     def refused(self, capsys, *arguments: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            cli.main([*self.ARGUMENTS, *arguments])
-        error = capsys.readouterr().err
-        assert caught.value.code == 2 and error.count("\n") == 1
+        code, _, error = run(capsys, *self.ARGUMENTS, *arguments)
+        assert code == 2 and error.count("\n") == 1
         return error
 
     def test_what_is_pushed_is_what_was_written_and_loads_without_this_package(self, hub, tmp_path, capsys):
         configs = ["--config", "d64_n4", "--config", "d16_n16"]
-        result = CliRunner().invoke(
-            cli.app, [*self.ARGUMENTS, "farthest_neighbor", *configs, "--out", str(tmp_path / "made")]
-        )
+        arguments = [*self.ARGUMENTS, "farthest_neighbor", *configs, "--out", str(tmp_path / "made")]
+        result = CliRunner().invoke(cli.app, arguments)
         assert result.exit_code == 0, result.output
         pushed = hub.files("user/tasks", "dataset")
         for path in (tmp_path / "made").rglob("*.*"):
@@ -248,9 +207,7 @@ class TestHub:
         assert "other configs, which a new card would hide: d16_n16" in error
         assert not (tmp_path / "again").exists() and hub.files("user/tasks", "dataset") == pushed
 
-    def test_without_network_the_error_is_one_line_that_names_the_written_folder(
-        self, hub, tmp_path, monkeypatch, capsys
-    ):
+    def test_without_network_the_error_names_the_written_folder(self, hub, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
         arguments = ["sorting", "--out", str(tmp_path / "made")]
         assert "'user/tasks' cannot be written" in self.refused(capsys, *arguments) and not list(tmp_path.iterdir())

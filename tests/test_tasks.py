@@ -333,8 +333,6 @@ class TestParameters:
         names = {"d64_n4", "d64_n16", "d64_n64", "d64_n256", "d16_n16", "d128_n16", "d256_n16"}
         assert set(task_builder("farthest_neighbor").builder_configs) == names
         assert {f"n{n}" for n in (32, 64, 128, 256, 512)} <= set(task_builder("token_retrieval").builder_configs)
-
-    def test_a_changed_config_is_named_after_what_it_is(self):
         assert task_builder("farthest_neighbor", "d64_n4", dim=8).config.name == "d8_n4"
 
 
@@ -395,10 +393,13 @@ class TestMetrics:
         assert metric.compute() == whole
 
     def test_nonsense_is_refused(self):
-        with pytest.raises(ValueError, match=r"predictions of shape \(2,\) do not fit references of shape \(3,\)"):
-            TokenAccuracy().compute(predictions=[[1, 2]], references=[[1, 2, 3]])
-        with pytest.raises(ValueError, match="all tokens are labelled -100"):
-            TokenAccuracy().compute(predictions=[[1]], references=[[-100]])
+        unequal = r"predictions of shape \(2,\) do not fit references of shape \(3,\)"
+        for predicted, labels, message in (
+            ([1, 2], [1, 2, 3], unequal),
+            ([1], [-100], "all tokens are labelled -100"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                TokenAccuracy().compute(predictions=[predicted], references=[labels])
         with pytest.raises(ValueError, match="no task 'x'; the tasks are biased_nearest_neighbor"):
             trainer_metrics("x")
 
@@ -420,17 +421,10 @@ class TestTraining:
 
     def step(self, model, train, evaluate, name, tmp_path):
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=1,
-            per_device_train_batch_size=4,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            include_for_metrics=["inputs"] if name.endswith("_neighbor") else [],
-            learning_rate=0.1,
-        )
+        quiet = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+        sizes = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.1}
+        inputs = ["inputs"] if name.endswith("_neighbor") else []
+        arguments = TrainingArguments(str(tmp_path), **sizes, **quiet, include_for_metrics=inputs)
         trainer = Trainer(model, arguments, None, train, evaluate, compute_metrics=trainer_metrics(name))
         trainer.train()
         assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

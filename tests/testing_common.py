@@ -35,66 +35,28 @@ class Family:
         return self.rank("Config")(**{**self.sizes, **fields})
 
 
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 37}
+SIZES |= {"max_position_embeddings": 64}
+TASK_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification", "ForQuestionAnswering")
 BERT = Family(
     name="Bert",
-    suffixes=(
-        "Model",
-        "ForPreTraining",
-        "LMHeadModel",
-        "ForMaskedLM",
-        "ForNextSentencePrediction",
-        "ForSequenceClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    ),
-    sizes={
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 37,
-        "max_position_embeddings": 64,
-    },
+    suffixes=("Model", "ForPreTraining", "LMHeadModel", "ForMaskedLM", "ForNextSentencePrediction", *TASK_HEADS),
+    sizes={**SIZES, "num_hidden_layers": 3},
     implementations=("eager", "sdpa"),
 )
 ALBERT = Family(
     name="Albert",
-    suffixes=(
-        "Model",
-        "ForPreTraining",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-        "ForMultipleChoice",
-    ),
+    suffixes=("Model", "ForPreTraining", "ForMaskedLM", *TASK_HEADS),
     sizes={
-        "vocab_size": VOCAB,
-        "embedding_size": 16,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_hidden_groups": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 37,
-        "max_position_embeddings": 64,
+        **{**SIZES, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 16},
         # stock ALBERT has none, which would leave training mode untested
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
+        **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     },
     implementations=("eager", "sdpa"),
 )
 XLNET = Family(
     name="XLNet",
-    suffixes=(
-        "Model",
-        "LMHeadModel",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForMultipleChoice",
-        "ForQuestionAnsweringSimple",
-        "ForQuestionAnswering",
-    ),
+    suffixes=("Model", "LMHeadModel", *TASK_HEADS, "ForQuestionAnsweringSimple"),
     sizes={"vocab_size": VOCAB, "d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 37, "mem_len": 5},
     # XLNet has its own attention code and knows no other implementation
     implementations=("eager",),
@@ -115,11 +77,8 @@ def tiny_inputs(family: Family, suffix: str, labels: bool = False) -> dict[str, 
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 6:] = 0
     mask[2, 4:] = 0
-    batch = {
-        "input_ids": draw(VOCAB, BATCH, LENGTH),
-        "attention_mask": mask,
-        "token_type_ids": draw(2, BATCH, LENGTH),
-    }
+    ids, types = draw(VOCAB, BATCH, LENGTH), draw(2, BATCH, LENGTH)
+    batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
     if suffix == "ForMultipleChoice":
         batch = {name: torch.stack([value, value.flip(0)], dim=1) for name, value in batch.items()}
     if not labels:

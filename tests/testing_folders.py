@@ -1,5 +1,6 @@
 """Checkpoints as users have them: a folder on disk with weights, a config and a trained tokenizer."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -18,6 +19,11 @@ def save_tokenizer(family: Family, folder: Path) -> None:
     """The tokenizer class of the family, trained on the package's text."""
     empty = getattr(transformers, f"{family.name}Tokenizer")()
     empty.train_new_from_iterator(package_text(), vocab_size=TOKENS, show_progress=False).save_pretrained(folder)
+
+
+def change_config(folder: Path | str, **fields) -> None:
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def checkpoint_folder(family: Family, folder: Path, *, rank: bool = False, suffix: str = "Model", **fields) -> Path:

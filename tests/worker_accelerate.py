@@ -1,6 +1,5 @@
 """Train a tiny rank BERT with Accelerate and print its losses. Run by test_training.py, alone and under torchrun."""
 
-import argparse
 import json
 import os
 import sys
@@ -16,26 +15,13 @@ GLOBAL_BATCH = 8
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--expect_processes", type=int, required=True)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    if accelerator.num_processes != arguments.expect_processes:
-        sys.exit(f"promised {arguments.expect_processes} processes, got {accelerator.num_processes}")
+    assert accelerator.num_processes == int(sys.argv[1]), accelerator.num_processes
     torch.manual_seed(0)
-    config = RankBertConfig(
-        vocab_size=40,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=5,
-        qk_rank=3,
-        v_head_dim=7,
-        qk_norm=True,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    geometry = {"num_attention_heads": 5, "qk_rank": 3, "v_head_dim": 7, "qk_norm": True}
+    config = RankBertConfig(**sizes, **geometry, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = RankBertForSequenceClassification(config)
     ids = torch.randint(40, (64, 12))
     data = TensorDataset(ids, (ids[:, 0] > ids[:, 1]).long())

@@ -4,15 +4,13 @@ import json
 import runpy
 import sys
 
-import hf_rankattn.training.processes
+from hf_rankattn.training import processes
 
 
 def main():
     # the group serves all of them: starting Python for each would take most of the time
-    leave, hf_rankattn.training.processes.leave_processes = (
-        hf_rankattn.training.processes.leave_processes,
-        lambda: None,
-    )
+    leave = processes.leave_processes
+    processes.leave_processes = lambda: None
     for name, *argv in json.loads(sys.argv[1]):
         sys.argv = [name, *argv]
         try:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from testing_commands import refused_in_one_line, run_here, tiny_checkpoint
+from testing_folders import change_config
 
 from hf_rankattn import RankBertConfig, RankBertModel
 
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 QUERY = "encoder.layer.0.attention.self.query.weight"
 
 
@@ -37,25 +38,15 @@ def with_weights(change):
 
 
 def with_bytes(change):
-    def spoil(folder: Path, marker: Path) -> None:
-        (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
-
-    return spoil
+    return lambda folder, marker: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
 def with_config(text: str):
-    def spoil(folder: Path, marker: Path) -> None:
-        (folder / CONFIG).write_bytes(text.encode())
-
-    return spoil
+    return lambda folder, marker: (folder / CONFIG).write_bytes(text.encode())
 
 
 def with_fields(**given):
-    def spoil(folder: Path, marker: Path) -> None:
-        config = json.loads((folder / CONFIG).read_text())
-        (folder / CONFIG).write_text(json.dumps({**config, **given}))
-
-    return spoil
+    return lambda folder, marker: change_config(folder, **given)
 
 
 def header_of(size: int, content: bytes) -> bytes:
@@ -64,10 +55,6 @@ def header_of(size: int, content: bytes) -> bytes:
 
 def cut_out(tensors, part: str):
     return {name: tensor for name, tensor in tensors.items() if part not in name}
-
-
-def pickle_as_safetensors(folder: Path, marker: Path) -> None:
-    (folder / WEIGHTS).write_bytes(pickle.dumps(Trap(marker)))
 
 
 def pickle_alone(folder: Path, marker: Path) -> None:
@@ -84,31 +71,24 @@ def index_to_a_pickle(folder: Path, marker: Path) -> None:
     (folder / WEIGHTS).unlink()
     torch.save({QUERY: Trap(marker)}, folder / "trap.bin")
     index = {"metadata": {}, "weight_map": {QUERY: "trap.bin"}}
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def index_out_of_the_folder(folder: Path, marker: Path) -> None:
     shutil.move(folder / WEIGHTS, folder.parent / "elsewhere.safetensors")
     names = load_file(folder.parent / "elsewhere.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../missing.safetensors")}
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-
-
-def index_of_another_kind(folder: Path, marker: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / f"{WEIGHTS}.index.json").write_text("[]")
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def foreign_code(model_type: str, **fields):
     def spoil(folder: Path, marker: Path) -> None:
-        (folder / "evil.py").write_text(
-            f"open({str(marker)!r}, 'w')\nfrom transformers import BertConfig as Evil, BertModel as EvilModel\n"
-        )
+        code = "from transformers import BertConfig as Evil, BertModel as EvilModel\n"
+        (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n{code}")
         auto_map = {"AutoConfig": "evil.Evil", "AutoModel": "evil.EvilModel", "AutoTokenizer": ["evil.Evil", None]}
         with_fields(model_type=model_type, auto_map=auto_map, **fields)(folder, marker)
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
-        )
+        tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
     return spoil
 
@@ -122,12 +102,12 @@ SPOILT = {
     "header-is-not-json": with_bytes(lambda data: header_of(16, b"x" * 64)),
     "header-is-a-bomb": with_bytes(lambda data: header_of(200_000, b"[" * 200_000)),
     "wrong-shape": with_weights(lambda tensors: tensors | {QUERY: torch.zeros(3, 5)}),
-    "pickle-named-safetensors": pickle_as_safetensors,
+    "pickle-named-safetensors": lambda folder, marker: (folder / WEIGHTS).write_bytes(pickle.dumps(Trap(marker))),
     "pickle-alone": pickle_alone,
     "torch-pickle-alone": torch_pickle_alone,
     "index-to-a-pickle": index_to_a_pickle,
     "index-out-of-the-folder": index_out_of_the_folder,
-    "index-of-another-kind": index_of_another_kind,
+    "index-of-another-kind": lambda folder, marker: (folder / WEIGHTS).rename(folder / INDEX).write_text("[]"),
     "no-weights": lambda folder, marker: (folder / WEIGHTS).unlink(),
     "no-config": lambda folder, marker: (folder / CONFIG).unlink(),
     "config-is-not-json": with_config("{"),

@@ -17,22 +17,8 @@ from rankattn_cli.main import app
 
 pytestmark = pytest.mark.slow
 # no number that would only take for ever: a command does draw a billion rows if it is asked to
-NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "3",
-    "-1",
-    "-0",
-    "1.5",
-    "nan",
-    "inf",
-    "-inf",
-    "1e3",
-    str(10**12),
-    str(10**30),
-    "-" + "9" * 30,
-]
+NUMBERS = ["0", "1", "2", "3", "-1", "-0", "1.5", "nan", "inf", "-inf", "1e3"]
+NUMBERS += [str(10**12), str(10**30), "-" + "9" * 30]
 NUMBERS += ["", " ", "x", "0x10", "٣", "½", "True", "None", "--json"]
 WORDS = ["", " ", "x", "no such thing", "ü∞", "a,b", "../..", "-", "--", "-h", "\t", "💥" * 50, "a" * 5000, "%s", "{}"]
 # names in the folder in which a command runs; `missing` and `fresh` do not exist
@@ -79,25 +65,13 @@ SENSIBLE: dict[str, tuple[int, list[str], list[str]]] = {
         40,
         [" ".join(["tiny", *SMALL])],
         ["--random-inputs", "--text texts.txt", "--random-init --random-inputs", "--variants san,transformer"]
-        + [
-            "--variants san+skip",
-            "--metrics full",
-            "--dtype float64",
-            "--dtype bfloat16",
-            "--examples 1",
-            "--length 3",
-        ]
-        + ["--length 64", "--batch-size 5", "--seed 7", f"--seed {2**40}"],
+        + ["--variants san+skip", "--metrics full", "--dtype float64", "--dtype bfloat16", "--examples 1"]
+        + ["--length 3", "--length 64", "--batch-size 5", "--seed 7", f"--seed {2**40}"],
     ),
     "convert": (
         60,
-        [
-            "tiny --qk-rank 3",
-            "tiny --qk-rank 8",
-            "tiny --auto",
-            "tiny --auto --energy 0.8",
-            "tiny --auto --mean-rank 4",
-        ],
+        ["tiny --qk-rank 3", "tiny --qk-rank 8", "tiny --auto", "tiny --auto --energy 0.8"]
+        + ["tiny --auto --mean-rank 4"],
         ["--stream", "--calibration texts.txt", "--calibration texts.txt --objective attention", "--seed 7"]
         + ["--calibration texts.txt --distil-steps 1", "--base-model some/bert"],
     ),

@@ -113,9 +113,7 @@ def test_no_kill_leaves_half_a_folder(command, checkpoint, tmp_path):
     assert ended.code == 0, ended.err
     load(command, work / "out")
     same(command, whole / "out", work / "out")
-    assert not [path for path in work.iterdir() if path.name.endswith(LEFTOVER)], (
-        "what killed runs left is still there"
-    )
+    assert not [path for path in work.iterdir() if path.name.endswith(LEFTOVER)], "left by killed runs"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -56,9 +56,7 @@ def test_memory_is_bounded(name):
                 warm = resident(), live_tensors(), sum(hook_counts(model))
     gc.collect()
     end = resident(), live_tensors(), sum(hook_counts(model))
-    print(
-        name, f"RSS {warm[0] / 2**20:.1f} -> {end[0] / 2**20:.1f} MiB, tensors {warm[1]} -> {end[1]}, hooks {end[2]}"
-    )
+    print(name, "bytes, tensors, hooks:", warm, "->", end)
     assert end[0] - warm[0] < MARGIN
     assert end[1] <= warm[1]
     assert end[2] == warm[2] == 0

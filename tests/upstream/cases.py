@@ -63,29 +63,13 @@ class Family:
         return VARIANTS if self.has_stock else VARIANTS[1:]
 
 
-BERT_LIKE = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "max_position_embeddings": 128,
-    "type_vocab_size": 16,
-}
+BERT_LIKE = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT_LIKE |= {"intermediate_size": 37, "max_position_embeddings": 128, "type_vocab_size": 16}
+TASK_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification", "ForQuestionAnswering")
 FAMILIES = {
     "bert": Family(
         prefix="Bert",
-        heads=(
-            "Model",
-            "LMHeadModel",
-            "ForPreTraining",
-            "ForMaskedLM",
-            "ForNextSentencePrediction",
-            "ForSequenceClassification",
-            "ForMultipleChoice",
-            "ForTokenClassification",
-            "ForQuestionAnswering",
-        ),
+        heads=("Model", "LMHeadModel", "ForPreTraining", "ForMaskedLM", "ForNextSentencePrediction", *TASK_HEADS),
         config=BERT_LIKE,
         config_test={"hidden_size": 192},
         overfit=("LMHeadModel", {"is_decoder": True}),
@@ -93,15 +77,7 @@ FAMILIES = {
     ),
     "albert": Family(
         prefix="Albert",
-        heads=(
-            "Model",
-            "ForPreTraining",
-            "ForMaskedLM",
-            "ForSequenceClassification",
-            "ForTokenClassification",
-            "ForQuestionAnswering",
-            "ForMultipleChoice",
-        ),
+        heads=("Model", "ForPreTraining", "ForMaskedLM", *TASK_HEADS),
         # As many groups as layers: the common tests count one set of weights per layer.
         config=BERT_LIKE | {"embedding_size": 8, "num_hidden_groups": 2, "inner_group_num": 1},
         config_test={"hidden_size": 192},
@@ -111,27 +87,10 @@ FAMILIES = {
     ),
     "xlnet": Family(
         prefix="XLNet",
-        heads=(
-            "Model",
-            "LMHeadModel",
-            "ForSequenceClassification",
-            "ForTokenClassification",
-            "ForMultipleChoice",
-            "ForQuestionAnsweringSimple",
-            "ForQuestionAnswering",
-        ),
+        heads=("Model", "LMHeadModel", *TASK_HEADS, "ForQuestionAnsweringSimple"),
         config={
-            "vocab_size": 99,
-            "d_model": 32,
-            "n_head": 4,
-            "d_inner": 37,
-            "n_layer": 2,
-            "mem_len": 10,
-            "reuse_len": 15,
-            "initializer_range": 0.05,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 5,
+            **{"vocab_size": 99, "d_model": 32, "n_head": 4, "d_inner": 37, "n_layer": 2, "mem_len": 10},
+            **{"reuse_len": 15, "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 5},
         },
         config_test={"d_inner": 37},
         # Not the LM head: without a permutation mask it learns to copy its input, and then generates nonsense.
@@ -143,14 +102,8 @@ FAMILIES = {
         prefix="Encoder",
         heads=("Model", "ForPointRegression", "ForTokenClassification"),
         config={
-            "input_dim": 6,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 37,
-            "input_map": "linear",
-            "position": "additive",
-            "max_position_embeddings": 128,
+            **{"input_dim": 6, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"intermediate_size": 37, "input_map": "linear", "position": "additive", "max_position_embeddings": 128},
         },
         config_test={"input_dim": 6, "hidden_size": 32, "input_map": "linear"},
         inputs=("points", "attention_mask"),

@@ -153,10 +153,9 @@ def run_one(tests: Path, family: str, variant: str, keyword: str) -> Outcomes:
     }
     env.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only cost time
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", test_file.name]
+    command += ["-k", keyword] if keyword else []
     start = time.perf_counter()
-    done = subprocess.run(
-        command + (["-k", keyword] if keyword else []), cwd=tests, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tests, env=env, capture_output=True, text=True)
     test_file.with_suffix(".log").write_text(done.stdout + done.stderr)
     results: Outcomes = json.loads(report.read_text()) if report.exists() else {}
     if done.returncode not in (0, 1, 5):  # 5: no test matched -k
