@@ -40,6 +40,9 @@ class LayerReport(NamedTuple):
     energy_kept: float
     parameters_saved: int
 
+    def as_dict(self) -> dict[str, int | float]:
+        return self._asdict()
+
 
 class Conversion(NamedTuple):
     """The converted model, and one [`LayerReport`] per layer (per group)."""

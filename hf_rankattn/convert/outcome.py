@@ -43,7 +43,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         sums = {"parameters_saved": self.parameters_saved, "share_saved": self.share_saved}
-        return {**asdict(self), **sums, "layers": [layer._asdict() for layer in self.layers]}
+        return {**asdict(self), **sums, "layers": [layer.as_dict() for layer in self.layers]}
 
     def lines(self) -> list[str]:
         """The sentences that the command prints below its tables."""
