@@ -48,10 +48,6 @@ NARROW_HEADS = 32
 JUDGING_TEXT = "40 paragraphs of the text in hf_rankattn"
 
 
-def silent(done: int, total: int) -> None:
-    """The progress of a conversion that nobody watches."""
-
-
 def read_texts(file: str | Path) -> list[str]:
     """The paragraphs of a UTF-8 file, or its lines if no line is empty; `"package"` is the package's own text."""
     if str(file) == PACKAGE:
@@ -63,20 +59,14 @@ def read_texts(file: str | Path) -> list[str]:
 
 
 def load(name: str) -> PreTrainedModel:
-    """The model with the class that its checkpoint was saved with. Only the weights of a pooler may be missing."""
+    """The model with the class that its config names, or AutoModel. Only the weights of a pooler may be missing."""
     config = load_config(name)
     family_of_type(config.model_type, name)
-    return load_model(name, config, class_of(config), needed=lambda key: "pooler" not in key, say_unused=True)
-
-
-def class_of(config) -> Any:
-    """The class that a config names, if it is a model class for such configs; AutoModel otherwise."""
     named = str(config.architectures[0]) if config.architectures else ""
-    for module in (models, transformers):
-        found = getattr(module, named, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config):
-            return found
-    return AutoModel
+    kinds: list[Any] = [getattr(module, named, None) for module in (models, transformers)]
+    kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)]
+    kind = next((kind for kind in kinds if kind.config_class is type(config)), AutoModel)
+    return load_model(name, config, kind, needed=lambda key: "pooler" not in key, say_unused=True)
 
 
 def token_limit(model: PreTrainedModel, most: int = LONGEST_TEXT) -> int:
@@ -144,7 +134,7 @@ def convert_checkpoint(
     examples: int = 200,
     overwrite: bool = False,
     seed: int = 0,
-    progress: Progress = silent,
+    progress: Progress = lambda done, total: None,
 ) -> Outcome:
     """Convert the checkpoint `source` and write it to `out` with a card and the files beside its weights, atomically.
 
@@ -298,9 +288,7 @@ def how_to_load(folder: Path, remote_code: bool) -> str:
     return line + "."
 
 
-def convert_streamed(
-    source: Path, out: Path, base_model: str | None, overwrite: bool, request: dict[str, Any]
-) -> Outcome:
+def convert_streamed(source: Path, out: Path, base_model: str | None, overwrite: bool, request: dict) -> Outcome:
     refuse_adapter(source)
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} is not a folder with a config.json: only local checkpoints can be streamed.")
@@ -342,7 +330,7 @@ def rank_curve(
     objective: str | None = None,
     distil_steps: int = 0,
     seed: int = 0,
-    progress: Progress = silent,
+    progress: Progress = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """Quality against rank: one row `way, rank, embedding_cosine` and the measures of the task for each conversion.
 

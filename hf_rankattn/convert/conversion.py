@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,16 +92,9 @@ def convert_rank(
     >>> type(narrow).__name__, narrow.config.qk_rank, narrow.config.qk_scale
     ('RankBertModel', 4, 0.25)
     """
-    return convert_model(
-        model,
-        qk_rank,
-        calibration=calibration,
-        energy=energy,
-        mean_rank=mean_rank,
-        objective=objective,
-        distil_steps=distil_steps,
-        seed=seed,
-    ).model
+    budget: dict[str, Any] = {"energy": energy, "mean_rank": mean_rank}
+    fit: dict[str, Any] = {"calibration": calibration, "objective": objective, "distil_steps": distil_steps}
+    return convert_model(model, qk_rank, **budget, **fit, seed=seed).model
 
 
 @torch.inference_mode(False)
@@ -143,9 +136,7 @@ def convert_model(
             progress(done, total)
         if distil_steps:
             done = total - distil_steps
-            distil(
-                new, model, calibration, distil_steps, seed=seed, progress=lambda step: progress(done + step, total)
-            )
+            distil(new, model, calibration, distil_steps, seed=seed, progress=lambda n: progress(done + n, total))
     check_finite_weights(new, "the converted model")
     return Conversion(new, reports(parts, ranks, kept))
 
@@ -162,9 +153,7 @@ def check_sharing(model: PreTrainedModel, family: Family, slots: list[Slot]) -> 
         for name, weight in slot.module.named_parameters(remove_duplicate=False):
             own = f"{name} of {slot.where}"
             if name in heads_of(family).names and (other := owners.setdefault(weight, own)) != own:
-                raise ValueError(
-                    f"{other} and {own} are one parameter, and each gets its own factors: untie them first."
-                )
+                raise ValueError(f"{other} and {own} are one parameter, but each gets its own factors: untie them.")
 
 
 def checked_family(model: PreTrainedModel) -> Family:
@@ -190,9 +179,8 @@ def rank_class_of(model: PreTrainedModel, family: Family) -> type[PreTrainedMode
 
 
 def refuse_qk_norm(config) -> None:
-    if hasattr(config, "head_geometry") and any(
-        config.head_geometry(layer).qk_norm for layer in range(config.num_hidden_layers)
-    ):
+    layers = range(config.num_hidden_layers) if hasattr(config, "head_geometry") else ()
+    if any(config.head_geometry(layer).qk_norm for layer in layers):
         raise ValueError(
             "a model with qk_norm=True normalises queries and keys, so its logits are not a bilinear form and have no best "
             "factors of another rank. Train a model of that rank with qk_norm instead."
@@ -368,10 +356,8 @@ def gathered(
             # moments are sums over texts: on a CPU few texts at a time are as fast and take less memory
             for piece in in_pieces(batch, 2 if base.device.type == "cpu" else None):
                 current.update(batch=piece, left=applications)
-                try:
+                with suppress(Finished):
                     base(**piece)
-                except Finished:
-                    pass
     return [gatherer.finish() for gatherer in gatherers]
 
 
@@ -410,15 +396,10 @@ def calibrated(
 
 def reports(parts: list[Part], ranks: list[int], kept: Iterable[float]) -> list[LayerReport]:
     """One report per entry; its share of energy is the mean over its modules."""
-    shares: dict[int, list[float]] = {}
-    saved: dict[int, int] = {}
-    old: dict[int, int] = {}
-    for part, share in zip(parts, kept, strict=True):
-        entry = part.entry
-        shares.setdefault(entry, []).append(share)
-        old[entry] = part.old_rank
-        saved[entry] = saved.get(entry, 0) + part.parameters * (part.old_rank - ranks[entry]) // part.old_rank
-    return [
-        LayerReport(entry, old[entry], ranks[entry], sum(shares[entry]) / len(shares[entry]), saved[entry])
-        for entry in sorted(shares)
-    ]
+    pairs, found = list(zip(parts, kept, strict=True)), []
+    for entry in sorted({part.entry for part in parts}):
+        shares = [share for part, share in pairs if part.entry == entry]
+        own = [part for part in parts if part.entry == entry]
+        saved = sum(part.parameters * (part.old_rank - ranks[entry]) // part.old_rank for part in own)
+        found.append(LayerReport(entry, own[-1].old_rank, ranks[entry], sum(shares) / len(shares), saved))
+    return found

@@ -5,7 +5,7 @@ A task defines the batches of texts, the answer of a model to a batch, and how t
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,9 +81,7 @@ class Task:
 
     labels: list[Any] | None
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer, texts: Sequence[Text], limit: int, labels=None, pooling="mean"
-    ):
+    def __init__(self, model: PreTrainedModel, tokenizer, texts: Sequence[Text], limit, labels=None, pooling="mean"):
         self.config, self.tokenizer, self.limit, self.pooling = model.config, tokenizer, limit, pooling
         self.labels = labels
         self.batches: list[Any] = []
@@ -101,7 +99,7 @@ class Task:
 
     def read(self, output: Any, batch: Any) -> torch.Tensor:
         """The answer to a batch, one row for each text or token."""
-        raise NotImplementedError
+        return output.logits.float().cpu()
 
     def compare(self, before: torch.Tensor, after: torch.Tensor) -> Numbers:
         raise NotImplementedError
@@ -117,7 +115,7 @@ class Task:
     def answers(self, model: PreTrainedModel) -> torch.Tensor:
         found = []
         with evaluating(model):
-            for inputs, batch in self.inputs(model):
+            for inputs, batch in zip(batches_of(model, self.batches), self.batches, strict=True):
                 output = model(**inputs)
                 if not bool(torch.isfinite(output[0]).all()):
                     raise ValueError(
@@ -126,10 +124,6 @@ class Task:
                     )
                 found.append(self.read(output, batch))
         return torch.cat(found)
-
-    def inputs(self, model: PreTrainedModel) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
-        """The inputs of the model in each batch, and the whole batch."""
-        yield from zip(batches_of(model, self.batches), self.batches, strict=True)
 
 
 class Embeddings(Task):
@@ -167,9 +161,6 @@ class Classification(Task):
     def kind(self) -> str:
         single = "regression" if self.config.num_labels == 1 else "single_label_classification"
         return self.config.problem_type or single
-
-    def read(self, output, batch):
-        return output.logits.float().cpu()
 
     def chosen(self, logits: torch.Tensor) -> torch.Tensor:
         return logits > 0 if self.kind == "multi_label_classification" else logits.argmax(-1)
@@ -214,14 +205,9 @@ class MultipleChoice(Task):
         batch = encode(self.tokenizer, pairs, self.limit)
         return {name: value.view(len(texts), count, -1) for name, value in batch.items()}
 
-    def read(self, output, batch):
-        return output.logits.float().cpu()
-
     def compare(self, before, after):
-        return {
-            "choice_agreement": share(before.argmax(-1) == after.argmax(-1)),
-            "logit_error": logit_error(before, after),
-        }
+        agreement = share(before.argmax(-1) == after.argmax(-1))
+        return {"choice_agreement": agreement, "logit_error": logit_error(before, after)}
 
 
 class TokenTask(Task):
@@ -250,17 +236,14 @@ class TokenClassification(TokenTask):
                     if first:
                         labels.append(row_labels[word])
         if not labels:
-            raise ValueError(
-                "no word of the dataset has a label (-100 marks words without one): choose another `split`."
-            )
+            raise ValueError("no word of the dataset has a label (-100 means none): choose another `split`.")
         self.labels = labels
 
     def read(self, output, batch):
-        return output.logits.float().cpu()[batch["real"]]
+        return super().read(output, batch)[batch["real"]]
 
     def compare(self, before, after):
-        error = {"logit_error": logit_error(before, after)}
-        return self.agreement(before.argmax(-1), after.argmax(-1), error)
+        return self.agreement(before.argmax(-1), after.argmax(-1), {"logit_error": logit_error(before, after)})
 
 
 class MaskedTokens(TokenTask):
@@ -370,9 +353,7 @@ def task_of(model: PreTrainedModel | str) -> type[Task]:
 class Judge:
     """Compares a converted model with the original, on texts that were not used in calibration."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer, texts: Sequence[Text], limit: int, labels=None, pooling="mean"
-    ):
+    def __init__(self, model: PreTrainedModel, tokenizer, texts: Sequence[Text], limit, labels=None, pooling="mean"):
         self.model, self.inputs = model, (tokenizer, texts, limit)
         self.task = task_of(model)(model, tokenizer, texts, limit, labels, pooling)
         self.original = self.task.answers(model)

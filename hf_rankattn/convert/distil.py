@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import torch
@@ -21,16 +20,6 @@ REPLACED = 0.3
 FLAT = 20
 
 
-def frequent_first(real: torch.Tensor, vocabulary: int) -> tuple[int, torch.Tensor]:
-    """The lowest id to draw, and the weights of all ids from it on, from the ids (n,) of real tokens.
-
-    The vocabularies of all three families list their words from frequent to rare, after special tokens and, in BERT's,
-    single characters. A quarter of the tokens of a text are marks and endings, with ids below its common words.
-    """
-    lowest = int(real.sort().values[len(real) // 4])
-    return lowest, 1 / (torch.arange(max(vocabulary - lowest, 1), dtype=torch.float32) + FLAT)
-
-
 def varied(
     ids: torch.Tensor, real: torch.Tensor, vocabulary: int, generator: torch.Generator, ends: tuple[int, int] = (1, 2)
 ) -> torch.Tensor:
@@ -46,7 +35,10 @@ def varied(
     new = ids.clone()
     if not bool(real.any()):
         return new
-    lowest, weights = frequent_first(ids[real], vocabulary)
+    # The vocabularies of all three families list their words from frequent to rare, after special tokens and, in BERT's,
+    # single characters. A quarter of the tokens of a text are marks and endings, with ids below its common words.
+    lowest = int(ids[real].sort().values[int(real.sum()) // 4])
+    weights = 1 / (torch.arange(max(vocabulary - lowest, 1), dtype=torch.float32) + FLAT)
     for text, mask in zip(new, real, strict=True):
         places = mask.nonzero()[:, 0]
         places = places[ends[0] : len(places) - ends[1]]
@@ -63,7 +55,7 @@ def varied(
 def endless(base: PreTrainedModel, calibration: Inputs, seed: int) -> Iterator[dict[str, torch.Tensor]]:
     """The calibration batches without end; about half of them are varied, as the calibration has few texts."""
     generator = torch.Generator().manual_seed(seed)
-    for _ in count():
+    while True:
         for batch in calibration_batches(base, calibration):
             ids = batch.get("input_ids")
             if ids is not None and torch.rand((), generator=generator, dtype=torch.float32) < 0.5:

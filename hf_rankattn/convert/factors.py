@@ -37,12 +37,9 @@ def root_of_moment(moment: torch.Tensor) -> torch.Tensor:
 def with_prior(moment: torch.Tensor, prior_root: torch.Tensor) -> torch.Tensor:
     """The moment (heads, w, w) plus a small multiple of the moment of isotropic inputs."""
     prior = prior_root @ prior_root.transpose(-1, -2)
-    size = trace(moment) / trace(prior).clamp(min=torch.finfo(moment.dtype).tiny)
+    traces = [matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (moment, prior)]
+    size = traces[0] / traces[1].clamp(min=torch.finfo(moment.dtype).tiny)
     return moment + PRIOR * size[..., None, None] * prior
-
-
-def trace(moment: torch.Tensor) -> torch.Tensor:
-    return moment.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def best_factors(query_root: torch.Tensor, key_root: torch.Tensor, form: torch.Tensor, rank: int) -> Factors:

@@ -6,7 +6,6 @@ other: the three terms share the query, and the form holds their biases, `[[1, 1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ class Sides(NamedTuple):
     form: torch.Tensor
 
 
-@dataclass(frozen=True)
 class LinearHeads:
     """BERT and ALBERT: two linear layers with biases."""
 
@@ -78,7 +76,6 @@ def in_blocks(keys: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(padded, dim=1)
 
 
-@dataclass(frozen=True)
 class RelativeHeads:
     """XLNet: parameters (d, heads, width), three biases and two segments (heads, width)."""
 

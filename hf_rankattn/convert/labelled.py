@@ -29,18 +29,16 @@ def labelled_texts(
 ) -> tuple[list[Text], list[Any] | None]:
     """At most `examples` texts of a dataset, and their labels if the model predicts labels and the dataset has them.
 
-    Args:
-        model: The model; its class determines which columns are needed, and its config names the labels.
-        name: A dataset of the Hub, or a folder of data files.
-        split: Its split.
-        column: The column of texts or of lists of words; two columns with a comma between them for pairs of texts. By
-            default `text` or the like. Question answering reads `question`, `context` and `answers`.
-        label_column: The column of labels. By default `label` or the like, if there is one.
-        examples: How many rows are read.
+    `column` holds texts or lists of words; two columns with a comma between them are pairs of texts. Question answering
+    reads `question`, `context` and `answers`.
     """
     if examples < 1:
         raise ValueError(f"`examples` must be at least 1, got {examples}.")
-    rows, features = read_rows(name, split, examples)
+    stream = stream_rows(name, split)
+    with dataset_errors(name, split):
+        rows: Rows = list(islice(stream, examples))
+    if not rows:
+        raise ValueError(f"dataset {name}, split {split}, has no rows.")
     task = task_of(model)
     if issubclass(task, Spans):
         return question_rows(rows, name)
@@ -67,17 +65,10 @@ def labelled_texts(
             raise ValueError(
                 f"column {label_column} of {name} holds {label!r:.80}, and {wanted} is needed: choose another `label_column`."
             )
-    names = label_names((features or {}).get(label_column))
+    # a column of classes, or of lists of classes, names them
+    feature = (stream.features or {}).get(label_column)
+    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
     return texts, [label_id(row[label_column], names, model.config) for row in rows]
-
-
-def read_rows(name: str, split: str, examples: int) -> tuple[Rows, Mapping[str, Any] | None]:
-    stream = stream_rows(name, split)
-    with dataset_errors(name, split):
-        rows = list(islice(stream, examples))
-    if not rows:
-        raise ValueError(f"dataset {name}, split {split}, has no rows.")
-    return rows, stream.features
 
 
 def text_rows(rows: Rows, name: str, column: str | None) -> tuple[list[Text], Rows]:
@@ -125,11 +116,6 @@ def question_rows(rows: Rows, name: str) -> tuple[list[Text], list[Any] | None]:
                 "SQuAD. Without this column, spans are compared with those of the original alone."
             ) from error
     return texts, spans
-
-
-def label_names(feature: Any) -> list[str] | None:
-    """The names of a column of classes, or of lists of classes."""
-    return getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
 
 def label_id(value: Any, names: list[str] | None, config) -> Any:

@@ -20,10 +20,6 @@ MOST_ROWS = 2**14
 AT_ONCE = 32
 
 
-class NoActivations(ValueError):
-    """No token of the calibration reached an attention module."""
-
-
 def precise(states: torch.Tensor) -> torch.Tensor:
     """float64, on the CPU if the device does not support it."""
     return states.to("cpu", torch.float64) if states.device.type == "mps" else states.double()
@@ -140,18 +136,10 @@ class LayerMoments:
             entries = in_blocks(blocks)
             self.key += entries.mT @ (moment @ entries)
             if self.apart:
-                kind = torch.promote_types(states.dtype, torch.float32)
-                self.keep(
-                    RelativeRows(
-                        query.to(kind),
-                        content=blocks[0].to(kind),
-                        position=blocks[1].to(kind),
-                        segment=segment.to(kind),
-                        places=places.to(query.device),
-                        codes=None if codes is None else codes.to(query.device, kind),
-                        visible=visible.to(query.device),
-                    )
-                )
+                device, kind = query.device, torch.promote_types(states.dtype, torch.float32)
+                q, k, r, s = (vectors.to(kind) for vectors in (query, *blocks))
+                codes = None if codes is None else codes.to(device, kind)
+                self.keep(RelativeRows(q, k, r, s, places.to(device), codes, visible.to(device)))
 
     def keep(self, piece: MaskedRows | RelativeRows) -> None:
         if self.kept_rows < MOST_ROWS:
@@ -197,7 +185,7 @@ class LayerMoments:
 
     def finish(self) -> "LayerMoments":
         if not self.rows:
-            raise NoActivations(
+            raise ValueError(
                 f"no real token of the calibration reached {self.where}: every mask is zero"
                 + (", or the batches have no `encoder_hidden_states`." if "cross" in self.where else ".")
             )

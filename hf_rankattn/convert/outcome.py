@@ -95,15 +95,10 @@ def story(outcome: Outcome, source: str, distil_steps: int, seed: int) -> str:
     if outcome.base_model is None:
         lines.append(f"The source was a local folder named `{Path(source).resolve().name}`.")
     if outcome.calibrated_on is None:
-        lines.append(
-            "From the weights alone: truncated singular values of each head's query-key form, biases included."
-        )
+        lines.append("From the weights alone: truncated singular values of each head's query-key form, with biases.")
     else:
-        what = (
-            "logits, weighted by the attention they meet,"
-            if outcome.objective == "attention"
-            else "row-centred logits"
-        )
+        weighted = outcome.objective == "attention"
+        what = "logits, weighted by the attention they meet," if weighted else "row-centred logits"
         lines.append(
             f"Fitted by alternating least squares, layer by layer, to the {what} of "
             f"{outcome.calibrated_on}. The fit can be a local minimum of the error. Text of another kind loses more."
@@ -138,19 +133,13 @@ def size_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
 def results_of(outcome: Outcome, hub_name: str, judged: Judged | None) -> list[EvalResult]:
     """The rows of the card: the damage, and the share of logit energy kept, its mean over layers."""
     kept = sum(layer.energy_kept for layer in outcome.layers) / len(outcome.layers)
-    rows = [
-        EvalResult(
-            task_type=hub_name,
-            dataset_type=judged.dataset,
-            dataset_name=judged.source,
-            dataset_split=judged.split,
-            metric_type=metric,
-            metric_name=describe(metric),
-            metric_value=round(value, 4),
-        )
-        for metric, value in outcome.damage.items()
-        if judged is not None
-    ]
+    rows = []
+    if judged is not None:
+        of: dict[str, Any] = {"task_type": hub_name, "dataset_name": judged.source}
+        of |= {"dataset_type": judged.dataset, "dataset_split": judged.split}
+        for metric, value in outcome.damage.items():
+            measured = {**of, "metric_type": metric, "metric_name": describe(metric)}
+            rows.append(EvalResult(**measured, metric_value=round(value, 4)))
     energy = EvalResult(
         task_type=hub_name,
         dataset_type="logits",

@@ -1,6 +1,6 @@
 """The queries and keys of one attention module, and their conversion to another rank."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +14,8 @@ from .own_rows import errors, refine
 from .weighted import refine_factors
 
 
-class Roots(NamedTuple):
-    """The inputs of [`best_factors`]: roots of the second moments on both sides of a form, and the form."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    form: torch.Tensor
+# the inputs of `best_factors`: roots of the second moments on both sides of a form, and the form
+Roots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Part:
@@ -61,13 +57,13 @@ class Part:
     def weights_alone(self) -> Roots:
         """Roots of the moments that isotropic inputs have on both sides, and the form between them."""
         sides = self.sides()
-        return Roots(root_of_rows(sides.query), root_of_rows(sides.key), sides.form)
+        return root_of_rows(sides.query), root_of_rows(sides.key), sides.form
 
     def seen(self, moments: LayerMoments) -> Roots:
         """Roots of the moments that calibration texts have on both sides, and the form between them."""
         query_prior, key_prior, form = self.weights_alone()
         query, key = (m.to(form) for m in (moments.query, moments.key))
-        return Roots(root_of_moment(with_prior(query, query_prior)), root_of_moment(with_prior(key, key_prior)), form)
+        return root_of_moment(with_prior(query, query_prior)), root_of_moment(with_prior(key, key_prior)), form
 
     def narrow(self, rank: int, seed: int, moments: LayerMoments | None = None) -> tuple[Tensors, float]:
         """The tensors of this module at `rank`, and the share of logit energy that they keep.
@@ -83,11 +79,11 @@ class Part:
         best = best_factors(*roots, rank)
         query, key, lost, total = best.query, best.key, best.lost, best.singular.square().sum()
         if moments is not None:
-            pieces = moments.pieces()
+            pieces, form = moments.pieces(), roots[2]
             if moments.pairs is None:
-                query, key, lost, total = refine(pieces, roots.form, query, key, (moments.query, moments.key))
+                query, key, lost, total = refine(pieces, form, query, key, (moments.query, moments.key))
             else:
-                query, key, lost, total = errors(pieces, roots.form, *refine_factors(moments.pairs, query, key))
+                query, key, lost, total = errors(pieces, form, *refine_factors(moments.pairs, query, key))
         share = 1 - lost.sum() / total.sum().clamp(min=torch.finfo(torch.float64).tiny)
         return self.heads.fold(self.tensors, query, key), float(share)
 

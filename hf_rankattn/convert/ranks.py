@@ -8,20 +8,15 @@ import torch
 from ..models.rank_attention import WIDEST
 
 
-def energies(singular: torch.Tensor) -> torch.Tensor:
-    """The energy of the k-th component of a layer, all heads together, (w,), from singular values (heads, w)."""
-    return singular.square().sum(0)
-
-
 def ranks_for_energy(spectra: Sequence[torch.Tensor], energy: float) -> list[int]:
-    """The smallest rank of each layer that keeps this share of its logit energy.
+    """The smallest rank of each layer that keeps this share of its logit energy, from its singular values (heads, w).
 
     >>> ranks_for_energy([torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])], energy=0.8)
     [1, 2]
     """
     ranks = []
     for singular in spectra:
-        kept = energies(singular.double()).cumsum(0)
+        kept = singular.double().square().sum(0).cumsum(0)
         enough = kept >= energy * kept[-1] * (1 - 1e-12)
         ranks.append(int(enough.double().argmax()) + 1)
     return ranks
@@ -38,7 +33,7 @@ def ranks_for_budget(spectra: Sequence[torch.Tensor], mean_rank: float) -> list[
     """
     shares = []
     for layer, singular in enumerate(spectra):
-        energy = energies(singular.double())
+        energy = singular.double().square().sum(0)
         share = energy / energy.sum().clamp(min=torch.finfo(energy.dtype).tiny)
         # every head keeps at least one dimension
         shares += [(-float(value), layer) for value in share[1:]]
@@ -52,18 +47,14 @@ def check_request(qk_rank, energy, mean_rank) -> None:
     """Raise a `ValueError` for ranks that are not positive integers, and for contradictory requests."""
     if qk_rank == "auto":
         if energy is not None and mean_rank is not None:
-            raise ValueError(
-                f"`energy`={energy} and `mean_rank`={mean_rank} are two budgets: give one of them with qk_rank='auto'."
-            )
+            raise ValueError(f"`energy`={energy} and `mean_rank`={mean_rank} are two budgets: give one of them.")
         if energy is not None and (not isinstance(energy, int | float) or not 0 < energy <= 1):
             raise ValueError(f"`energy` is the share of logit energy to keep, in (0, 1], got {energy!r}.")
         if mean_rank is not None and (not isinstance(mean_rank, int | float) or not mean_rank >= 1):
             raise ValueError(f"`mean_rank` is a mean of ranks and must be at least 1, got {mean_rank!r}.")
         return
     if energy is not None or mean_rank is not None:
-        raise ValueError(
-            f"`energy` and `mean_rank` choose ranks for qk_rank='auto', but qk_rank={qk_rank!r} was given."
-        )
+        raise ValueError(f"`energy` and `mean_rank` choose ranks for qk_rank='auto', got qk_rank={qk_rank!r}.")
     for rank in qk_rank if isinstance(qk_rank, list | tuple) else [qk_rank]:
         if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1:
             raise ValueError(

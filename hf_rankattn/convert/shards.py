@@ -37,7 +37,7 @@ from .ranks import check_request
 logger = logging.get_logger(__name__)
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-DTYPES = {**FLOATS, **INTEGERS, "BOOL": torch.bool}
+DTYPES = FLOATS | INTEGERS | {"BOOL": torch.bool}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LAYER = re.compile(r"(?:.*?\.)?\w*layer\w*\.(\d+)\.")
 

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transformers.utils import logging
@@ -38,18 +38,15 @@ def is_own_file(path: Path, folder: Path) -> bool:
 def fresh_folder(folder: str | Path, overwrite: bool, marker: str, what: str, word: str = "") -> Iterator[Path]:
     """A temporary folder that replaces `folder` at the end of the block, or is deleted if the block fails.
 
-    Args:
-        folder: The folder to make. It must not exist, unless `overwrite` is given.
-        overwrite: Whether an existing folder is replaced.
-        marker: A file that an existing folder must hold to be replaced, so that no other files are deleted.
-        what: The content of such a folder, for messages.
-        word: A word that the marker must contain, if its name alone is not enough.
+    With `overwrite` an existing folder is replaced, if it holds a file `marker` that contains `word`, so that no other
+    files are deleted. `what` names the content of such a folder in messages.
     """
     folder = Path(folder).resolve()
     check_replaceable(folder, overwrite, marker, what, word)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
+        for hidden in abandoned(folder, LEFTOVER):
+            shutil.rmtree(hidden, ignore_errors=True)
         staging, hold = new_hidden(folder, LEFTOVER)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made: {error}.") from error
@@ -90,10 +87,8 @@ def new_hidden(folder: Path, suffix: str) -> tuple[Path, int | None]:
     hidden.mkdir()
     hold = lock(hidden)
     if hold is not None:
-        try:
+        with suppress(OSError):  # the name is too long: if the process is killed, this folder must be removed by hand
             hidden = hidden.rename(hidden.with_name(hidden.name + suffix))
-        except OSError:  # the longer name is too long: if the process is killed, this folder must be removed by hand
-            pass
     return hidden, hold
 
 
@@ -111,12 +106,6 @@ def abandoned(folder: Path, suffix: str) -> Iterator[Path]:
                 yield folder.parent / name
             finally:
                 os.close(hold)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete the unfinished folders of killed processes."""
-    for hidden in abandoned(folder, LEFTOVER):
-        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def finish_replacement(folder: Path, marker: str | None = None, word: str = "") -> None:
@@ -204,9 +193,7 @@ def check_replaceable(folder: Path, overwrite: bool, marker: str, what: str, wor
     if not overwrite:
         raise ValueError(f"{folder} exists already: choose another folder, or replace it with overwrite=True.")
     if not holds(folder, marker, word):
-        raise ValueError(
-            f"{folder} does not hold {what} (no such {marker}), so it is not replaced: choose another folder."
-        )
+        raise ValueError(f"{folder} does not hold {what} (no such {marker}) and is not replaced: choose another.")
     if folder == Path.cwd() or folder in Path.cwd().parents:
         raise ValueError(f"{folder} is or contains the working directory: choose another folder.")
 

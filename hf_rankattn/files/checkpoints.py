@@ -22,7 +22,6 @@ from .atomic import finish_replacement
 
 logger = logging.get_logger(__name__)
 LONGEST = 400
-NO_SAFETENSORS = "has no safetensors weights"
 URL = re.compile(r"\b(?!(?:file|zip|tar|gzip|bz2|lz4|xz|zstd):)[a-z][a-z0-9+.-]*://[^\s\"]*")
 
 
@@ -58,7 +57,7 @@ def readable(name: str | Path, also_writes: bool = False) -> Iterator[None]:
     except OSError as error:
         if also_writes:
             raise
-        if NO_SAFETENSORS not in str(error):
+        if "has no safetensors weights" not in str(error):
             absent = "" if path.exists() else f"there is no folder {name}, and as a Hub name: "
             raise ValueError(f"{name} cannot be read as a checkpoint: {absent}{one_line(error)}") from error
         raise ValueError(
@@ -141,15 +140,8 @@ def load_model(
 ) -> PreTrainedModel:
     """A model in evaluation mode, from safetensors only and without remote code.
 
-    Args:
-        name: A folder, or a repository on the Hub.
-        config: Its config, from [`load_config`].
-        model_class: The class to load, an Auto class or a model class.
-        revision: Branch, tag or commit on the Hub.
-        needed: Which weights the checkpoint must hold, by their names; all of them by default.
-        hint: A sentence for the error message about missing weights.
-        say_unused: Whether to warn about weights that the class does not have, and about random weights.
-        options: As in `from_pretrained`.
+    `needed` tells by their names which weights the checkpoint must hold; `hint` ends the error about missing ones.
+    `say_unused` warns about weights that the class does not have, and about random weights.
     """
     revision = check_weights(name, config, revision)
     safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True, "revision": revision}

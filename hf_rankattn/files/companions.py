@@ -58,13 +58,13 @@ def companions(names: Collection[str], modules: Collection[str] = ()) -> list[st
 
 
 def read_json(file: Path) -> Any:
-    """The contents of a JSON file beside the weights."""
+    """The contents of a JSON file, or a `ValueError`."""
     try:
         if not file.is_file():  # opening a named pipe would wait for ever
             raise ValueError("it is not a regular file.")
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {one_line(error)}") from error
+        raise ValueError(f"{file} cannot be read as JSON: {one_line(error)}") from error
 
 
 def module_list(folder: Path) -> list[dict[str, Any]]:

@@ -22,9 +22,7 @@ def forward_names(model: PreTrainedModel) -> set[str]:
     names = set()
     for forward in (model.forward, *(parent.forward for parent in type(model).__mro__ if hasattr(parent, "forward"))):
         parameters = inspect.signature(forward).parameters.values()
-        names |= {
-            entry.name for entry in parameters if entry.kind in (entry.POSITIONAL_OR_KEYWORD, entry.KEYWORD_ONLY)
-        }
+        names |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         if not any(entry.kind is entry.VAR_KEYWORD for entry in parameters):
             break
     return names - {"self"}
@@ -59,9 +57,7 @@ def batches_of(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, tor
     empty = True
     for batch in batches:
         if not isinstance(batch, Mapping):
-            raise ValueError(
-                f"a batch must be a dict of tensors such as a tokenizer returns, got a {type(batch).__name__}."
-            )
+            raise ValueError(f"a batch must be a dict of tensors, as tokenizers return, got a {type(batch).__name__}.")
         kept = {name: value for name, value in batch.items() if name in accepted and value is not None}
         if not kept:
             raise ValueError(f"no entry of the batch is an input of {type(model).__name__}: got {', '.join(batch)}.")

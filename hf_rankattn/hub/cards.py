@@ -1,12 +1,14 @@
-"""Cards of models and datasets. They contain measured numbers only."""
+"""Cards of models. They contain measured numbers only."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+import numpy as np
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -30,25 +32,8 @@ def pipeline_of(model_class: str) -> str | None:
 
 def head_rows(config) -> list[dict[str, Any]]:
     """One row per run of layers with equal heads: first and last layer, and the numbers of their heads."""
-    rows: list[dict[str, Any]] = []
-    for layer in range(config.num_hidden_layers):
-        heads = config.head_geometry(layer)
-        if rows and rows[-1]["heads"] == heads:
-            rows[-1]["last"] = layer
-        else:
-            rows.append({"first": layer, "last": layer, "heads": heads})
-    return rows
-
-
-def rank_tags(config) -> list[str]:
-    """Tags by which the Hub finds models of a rank: `qk_rank-16`, one per rank that occurs."""
-    ranks = sorted({row["heads"].qk_rank for row in head_rows(config)})
-    return ["rank-attention", config.model_type, *(f"qk_rank-{rank}" for rank in ranks)]
-
-
-def plain_number(value: Any) -> Any:
-    """A metric as JSON and YAML know it: most metrics are numbers of numpy."""
-    return value.item() if hasattr(value, "item") else value
+    runs = [(heads, list(run)) for heads, run in groupby(range(config.num_hidden_layers), key=config.head_geometry)]
+    return [{"first": layers[0], "last": layers[-1], "heads": heads} for heads, layers in runs]
 
 
 def model_card(
@@ -101,12 +86,14 @@ def model_card(
     if strangers := [result for result in results if not isinstance(result, EvalResult)]:
         raise ValueError(f"`results` takes huggingface_hub.EvalResult objects, got {strangers[0]!r}.")
     datasets = [datasets] if isinstance(datasets, str) else list(datasets)
-    results = [replace(result, metric_value=plain_number(result.metric_value)) for result in results]
+    # most metrics are numbers of numpy, which YAML does not have
+    results = [replace(result, metric_value=np.asarray(result.metric_value).item()) for result in results]
     for result in results:
         if isinstance(result.metric_value, float) and not math.isfinite(result.metric_value):
             raise ValueError(f"the {result.metric_type} is {result.metric_value}: cards hold finite numbers only.")
     pipeline = "sentence-similarity" if sentence_transformers else pipeline_of(model_class)
-    reads_text = not hasattr(config, "input_dim")
+    rows = head_rows(config)
+    ranks = sorted({row["heads"].qk_rank for row in rows})
     data = ModelCardData(
         # "transformers" makes the Hub show a snippet that works only where the repository carries its own code
         library_name="transformers" if remote_code else "hf_rankattn",
@@ -115,8 +102,8 @@ def model_card(
         base_model=base_model,
         datasets=datasets or None,
         metrics=sorted({result.metric_type for result in results}) or None,
-        pipeline_tag=pipeline if reads_text else None,
-        tags=rank_tags(config),
+        pipeline_tag=None if hasattr(config, "input_dim") else pipeline,
+        tags=["rank-attention", config.model_type, *(f"qk_rank-{rank}" for rank in ranks)],
         model_name=repo_id.rsplit("/", 1)[-1],
         eval_results=results or None,
     )
@@ -128,7 +115,7 @@ def model_card(
         auto_class=auto_class,
         config=config,
         hidden_size=config.hidden_size,
-        rows=head_rows(config),
+        rows=rows,
         live_parameters=live_parameters,
         how=how,
         results=results,
@@ -136,63 +123,4 @@ def model_card(
         trained_on=datasets,
         remote_code=remote_code,
         sentence_transformers=sentence_transformers,
-    )
-
-
-SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
-
-
-def dataset_card(
-    *,
-    task: str,
-    repo_id: str,
-    description: str,
-    labels: str,
-    dataset_info: Sequence[dict[str, Any]],
-    sections: Sequence[dict[str, Any]],
-    differences: str = "",
-    citation: str = "",
-    license: str | None = None,
-) -> DatasetCard:
-    """Render the card of a task's data, with the metadata by which `load_dataset` finds configs, splits and features.
-
-    Args:
-        task (`str`): Name of the task.
-        repo_id (`str`): Where it will be found: a Hub repository, or a folder.
-        description (`str`): What it is, in a sentence or two.
-        labels (`str`): How rows and labels are made.
-        dataset_info (`Sequence[dict]`): For each config its name, features and splits, as datasets writes them.
-        sections (`Sequence[dict]`): For each config `name`, `parameters`, `rows`, `columns`, `model_arguments` and
-            `baselines`.
-        differences (`str`, *optional*): Where the rows differ from those of the published code.
-        citation (`str`, *optional*): BibTeX of the paper.
-        license (`str`, *optional*): Licence of the data.
-    """
-    largest = max(sum(section["rows"].values()) for section in sections)
-    configs = [
-        {
-            "config_name": section["name"],
-            **({"default": True} if section is sections[0] else {}),
-            "data_files": [{"split": split, "path": f"{section['name']}/{split}-*"} for split in section["rows"]],
-        }
-        for section in sections
-    ]
-    data = DatasetCardData(
-        license=license,
-        pretty_name=repo_id.rsplit("/", 1)[-1],
-        size_categories=[next((name for limit, name in SIZES.items() if largest < limit), "n>10M")],
-        tags=["rank-attention", "rank-attention-task", "synthetic", task],
-        configs=configs,
-        dataset_info=list(dataset_info),
-    )
-    return DatasetCard.from_template(
-        data,
-        template_path=str(TEMPLATES / "dataset_card.md"),
-        task=task,
-        repo_id=repo_id,
-        description=description,
-        labels=labels,
-        differences=differences,
-        sections=sections,
-        citation=citation,
     )

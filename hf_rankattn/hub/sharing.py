@@ -42,10 +42,8 @@ LOADING = re.compile(r"^## How to load it\n.*?(?=^## )", re.MULTILINE | re.DOTAL
 def card_of(model: PreTrainedModel, repo_id: str, **fields) -> ModelCard:
     """The [`model_card`] of a model, with what can be read off the model filled in."""
     # several Auto classes may build one class, such as AutoModelForPreTraining; the shortest name is the usual one
-    loaders = sorted(
-        (name for name, built in auto_classes(type(model.config)).items() if built is type(model)), key=len
-    )
-    fields.setdefault("auto_class", loaders[0] if loaders else None)
+    loaders = [name for name, built in auto_classes(type(model.config)).items() if built is type(model)]
+    fields.setdefault("auto_class", min(loaders, key=len, default=None))
     fields.setdefault("live_parameters", parameter_counts(model).live)
     return model_card(model.config, model_class=type(model).__name__, repo_id=repo_id, **fields)
 
@@ -197,14 +195,6 @@ def carried_card(model: PreTrainedModel, folder: Path | None, repo_id: str, remo
     return card_of(model, repo_id, remote_code=remote_code, base_model=base_model, sentence_transformers=modules)
 
 
-def copy_beside(folder: Path, target: Path, patterns: tuple[str, ...]) -> None:
-    """Copy the files of these names that are the folder's own (`is_own_file`)."""
-    for file in (file for pattern in patterns for file in folder.glob(pattern)):
-        if is_own_file(file, folder):
-            (target / file.relative_to(folder)).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target / file.relative_to(folder))
-
-
 def push_to_hub(
     model: PreTrainedModel,
     repo_id: str,
@@ -245,9 +235,8 @@ def push_to_hub(
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     kept = card is None and api.file_exists(repo_id, "README.md", revision=revision)
     if kept:
-        card = ModelCard.load(
-            api.hf_hub_download(repo_id, "README.md", revision=revision), ignore_metadata_errors=True
-        )
+        path = api.hf_hub_download(repo_id, "README.md", revision=revision)
+        card = ModelCard.load(path, ignore_metadata_errors=True)
     card = ModelCard(str(card or carried_card(model, folder, repo_id, remote_code)), ignore_metadata_errors=True)
     own_tags = card.data.get("tags") or []
     missing = [tag for tag in tags or [] if tag not in own_tags]
@@ -263,7 +252,11 @@ def push_to_hub(
             max_shard_size=max_shard_size,
         )
         if folder is not None:
-            copy_beside(folder, exported, MODULES if tokenizer is not None else (*TOKENIZER, *MODULES))
+            patterns = MODULES if tokenizer is not None else (*TOKENIZER, *MODULES)
+            for file in (file for pattern in patterns for file in folder.glob(pattern)):
+                if is_own_file(file, folder):
+                    (exported / file.relative_to(folder)).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, exported / file.relative_to(folder))
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=exported,

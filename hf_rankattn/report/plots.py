@@ -1,6 +1,7 @@
 """Figures of the tables of `rankattn measure`, and what all figures share."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,24 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.supylabel("share of energy kept", fontsize=9)
     return figure
+
+
+# the ways of a conversion, told apart by dash and marker too
+WAY_STYLES = (("#b2182b", ":", "s"), ("#2166ac", "--", "o"), ("#1a1a1a", "-", "D"))
+
+
+def draw_rank_curve(rows: Sequence[dict[str, Any]], file: str | Path, title: str, measure: str, label: str) -> None:
+    """Draw the column `measure` of rows with `way` and `rank`, one line a way, to a PNG, PDF or SVG file."""
+    figure, axes = new_figure(1, 1, 6.4, 4.2)
+    axis: Axes = axes[0, 0]
+    for way, (colour, dash, marker) in zip(dict.fromkeys(row["way"] for row in rows), WAY_STYLES, strict=False):
+        points = [(row["rank"], row[measure]) for row in rows if row["way"] == way]
+        axis.plot(*zip(*points, strict=True), color=colour, linestyle=dash, marker=marker, label=way)
+    axis.set(xlabel="query-key rank of a head", ylabel=label, xticks=sorted({row["rank"] for row in rows}))
+    axis.set_title(literal(title), fontsize=11)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right", frameon=False)
+    figure.savefig(file)
 
 
 FIGURES = {"residuals": residual_figure, "attention_rank": attention_figure, "query_key_spectra": spectra_figure}

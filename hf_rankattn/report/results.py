@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..files.atomic import finish_replacement
+from ..files.companions import read_json
 from .html import Grid, Section, claims_grid, png_picture, render_page
 from .plots import FIGURES
 from .summary import findings
@@ -32,16 +33,16 @@ def report_page(folder: str | Path) -> str:
     folder = Path(folder)
     finish_replacement(folder)
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder: give one that rankattn reproduce or rankattn measure has written."
-        )
-    found = list(result_folders(folder, DEPTH))
-    runs, surveys, unfinished = (
-        [path for path, kind in found if kind == wanted] for wanted in ("run", "survey", "unfinished")
-    )
+        raise ValueError(f"{folder} is not a folder: give one that rankattn reproduce or rankattn measure wrote.")
+    found: dict[str, list[Path]] = {"run": [], "survey": [], "unfinished": []}
+    for path, kind in result_folders(folder, DEPTH):
+        found[kind].append(path)
+    runs, surveys, unfinished = found.values()
     told, sections = set(), []
     for path in runs:
-        manifest = read_manifest(path)
+        manifest = read_json(path / MANIFEST)
+        if not has_texts(manifest, ("experiment", "scale")):
+            raise ValueError(f"{path / MANIFEST} is not the manifest of an experiment.")
         told.add((manifest["experiment"], manifest["scale"]))
         sections.append(run_section(path, manifest))
     for summary in sorted(folder.glob("claims-*.json")):
@@ -74,24 +75,8 @@ def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
             yield from result_folders(below, depth - 1)
 
 
-def read_json(path: Path) -> Any:
-    try:
-        if not path.is_file():  # opening a named pipe would wait for ever
-            raise ValueError("it is not a regular file.")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-
-
 def has_texts(value: Any, fields: Sequence[str]) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(field), str) for field in fields)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = read_json(folder / MANIFEST)
-    if not has_texts(manifest, ("experiment", "scale")):
-        raise ValueError(f"{folder / MANIFEST} is not the manifest of an experiment.")
-    return manifest
 
 
 def read_claims(path: Path) -> list[Mapping[str, Any]]:
@@ -117,10 +102,8 @@ def run_section(folder: Path, manifest: Mapping[str, Any]) -> Section:
     # readers copy commands, so only plain names become part of one
     plain = all(re.fullmatch("[a-z][a-z-]*", word) for word in (name, scale))
     commands = [f"rankattn reproduce {name} --scale {scale}"] if plain else []
-    counts, tables = (
-        count_verdicts(claim["verdict"] for claim in claims) + ".",
-        [claims_grid(claims)] if claims else [],
-    )
+    counts = count_verdicts(claim["verdict"] for claim in claims) + "."
+    tables = [claims_grid(claims)] if claims else []
     return Section(f"{name}, {scale} scale", [counts], tables, pictures, commands)
 
 

@@ -148,9 +148,7 @@ class TaskBuilder(datasets.ArrowBasedBuilder):
         super().__init_subclass__(**kwargs)
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if file is None:
-            raise ValueError(
-                f"the task {cls.__name__} must be defined in a file: its cache key is a hash of the source."
-            )
+            raise ValueError(f"the task {cls.__name__} must be defined in a file: its cache key hashes the source.")
         parents = [base.source_hash for base in cls.__bases__ if issubclass(base, TaskBuilder)]
         text = " ".join([cls.__qualname__, folder_hash(Path(file).parent), *parents])
         cls.source_hash = hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,18 +8,19 @@ from typing import Any
 
 import datasets
 import pyarrow.parquet as pq
-from huggingface_hub import DatasetCard, HfApi, constants
+from huggingface_hub import DatasetCard, DatasetCardData, HfApi, constants
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 from ..files.atomic import check_replaceable, fresh_folder
 from ..files.checkpoints import one_line
-from ..hub.cards import dataset_card
+from ..hub.cards import TEMPLATES
 from ._baselines import task_baselines
 from ._building import TaskBuilder
 from ._loading import task_builder
 
 
 FILE_BYTES = 500_000_000
+SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
 # a folder must hold this file with this word to be replaced
 MARK = {"marker": "README.md", "what": "data of a task", "word": "rank-attention-task"}
 
@@ -110,7 +111,7 @@ def open_parquet(path: Path, builder: TaskBuilder) -> pq.ParquetWriter:
 def card_of(
     builders: list[TaskBuilder], infos: list[datasets.DatasetInfo], baselines: dict, repo_id: str, license: str | None
 ) -> DatasetCard:
-    """The card of some configs of one task."""
+    """The card of some configs of one task, with the metadata by which `load_dataset` finds splits and features."""
     sections = [
         {
             "name": builder.config.name,
@@ -122,17 +123,30 @@ def card_of(
         }
         for builder in builders
     ]
-    first = builders[0]
-    return dataset_card(
+    first, largest = builders[0], max(sum(builder.split_sizes().values()) for builder in builders)
+    configs = []
+    for name, builder in zip(baselines, builders, strict=True):
+        files = [{"split": split, "path": f"{name}/{split}-*"} for split in builder.split_sizes()]
+        default = {"default": True} if builder is first else {}
+        configs.append({"config_name": name, **default, "data_files": files})
+    data = DatasetCardData(
+        license=license,
+        pretty_name=repo_id.rsplit("/", 1)[-1],
+        size_categories=[next((name for limit, name in SIZES.items() if largest < limit), "n>10M")],
+        tags=["rank-attention", "rank-attention-task", "synthetic", first.task_name()],
+        configs=configs,
+        dataset_info=[info._to_yaml_dict() for info in infos],
+    )
+    return DatasetCard.from_template(
+        data,
+        template_path=str(TEMPLATES / "dataset_card.md"),
         task=first.task_name(),
         repo_id=repo_id,
         description=first.info.description,
         labels=first.LABELS,
         differences=first.DIFFERENCES,
         citation=first.CITATION,
-        dataset_info=[info._to_yaml_dict() for info in infos],
         sections=sections,
-        license=license,
     )
 
 

@@ -27,9 +27,7 @@ def unit_heads(queries: Any, keys: Any) -> tuple[np.ndarray, np.ndarray]:
     """The query and key directions of rank-one heads, (H, d) each, or a ValueError where they are not unit vectors."""
     queries, keys = (np.ascontiguousarray(rows, dtype=np.float64) for rows in (queries, keys))
     if queries.ndim != 2 or queries.shape != keys.shape:
-        raise ValueError(
-            f"`queries` and `keys` must both be (heads, dimension), got {queries.shape} and {keys.shape}."
-        )
+        raise ValueError(f"`queries` and `keys` must both be (heads, d), got {queries.shape} and {keys.shape}.")
     if len(queries) == 0:
         raise ValueError("there are no heads: `queries` and `keys` need at least one row.")
     whole("d", queries.shape[1], 2, "a head has a direction")
@@ -66,11 +64,3 @@ def first_whole(low: int, limit: int, enough: Callable[[int], bool]) -> int | No
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
-
-
-def share(name: str, value: Any) -> float:
-    """A number strictly between 0 and 1."""
-    number = positive(name, value)
-    if number >= 1:
-        raise ValueError(f"`{name}` must lie strictly between 0 and 1, got {value!r}.")
-    return number

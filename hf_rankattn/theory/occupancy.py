@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import gammaln, log_ndtr, ndtr
 
 from .harmonics import angle_distribution, gauss_panels
-from .inputs import first_whole, share, whole
+from .inputs import first_whole, positive, whole
 
 
 KEYS = ("gaussian", "unit")
@@ -197,7 +197,9 @@ def saturation_width(n: int, reached: float, keys: str = "gaussian", law: str = 
     >>> round(saturation_width(512, 0.5), 1), round(saturation_width(512, 0.95, "unit"), 1)
     (11.6, 4.0)
     """
-    n, reached = whole("n", n, 2), share("reached", reached)
+    n, reached = whole("n", n, 2), positive("reached", reached)
+    if reached >= 1:
+        raise ValueError(f"`reached` must lie strictly between 0 and 1, got {reached!r}.")
     check_choices(keys, law)
     goal = reached * distinct_columns(n) / n
     width = first_whole(2, 2**20, lambda width: coverage(n, width, keys, law) >= goal)

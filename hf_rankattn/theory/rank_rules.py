@@ -32,9 +32,7 @@ def gqa_ranks(
     if num_heads % groups:
         raise ValueError(f"num_key_value_heads={groups} does not divide num_heads={num_heads}.")
     if turned > head_dim or turned % 2:
-        raise ValueError(
-            f"rotary_dim={turned} must be even and at most head_dim={head_dim}: positions turn pairs of features."
-        )
+        raise ValueError(f"rotary_dim={turned} must be even and at most head_dim={head_dim}: positions turn pairs.")
     head = min(n, turned + min(hidden_size, head_dim - turned))
     keys = min(n, turned * min(groups, hidden_size) + min(hidden_size, groups * (head_dim - turned)))
     return {"head": head, "group": head, "keys": keys}

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import os
 import sys
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,30 +22,29 @@ LONGEST_ERROR = 1000
 FREE = ("output_dir", "resume", "stop_at", "save_every", "expect_processes", "report_to", "push_to")
 
 
+def option(default: Any, words: str) -> Any:
+    """A field of arguments with its default and its help."""
+    return field(default=default, metadata={"help": words})
+
+
 @dataclass(kw_only=True)
 class RunArguments:
     """What every training script takes. A script adds its own fields, and may change defaults."""
 
-    output_dir: str = field(default="runs/run", metadata={"help": "folder of the run: its checkpoints and its model"})
-    resume: bool = field(
-        default=False, metadata={"help": "go on from the last checkpoint in output_dir, or start if there is none"}
-    )
-    steps: int = field(default=1000, metadata={"help": "training steps; the schedule spans all of them"})
-    batch_size: int = field(default=256, metadata={"help": "rows of one step over ALL processes together"})
-    learning_rate: float = field(default=0.01, metadata={"help": "highest learning rate"})
-    warmup: float = field(default=0.05, metadata={"help": "share of the steps in which the rate rises"})
-    seed: int = field(default=0, metadata={"help": "seed of weights"})
-    data_seed: int | None = field(default=None, metadata={"help": "seed of data; by default that of the weights"})
-    log_every: int = field(default=10, metadata={"help": "steps over which a logged loss is averaged"})
-    save_every: int = field(default=500, metadata={"help": "steps between checkpoints; a multiple of log_every"})
-    stop_at: int | None = field(
-        default=None, metadata={"help": "save a checkpoint at this step and stop, as when time runs out"}
-    )
-    expect_processes: int | None = field(
-        default=None, metadata={"help": "refuse to start unless exactly so many processes came up"}
-    )
-    report_to: str = field(default="none", metadata={"help": "a tracker that Trainer or Accelerate knows"})
-    push_to: str | None = field(default=None, metadata={"help": "Hub repository to push the model to"})
+    output_dir: str = option("runs/run", "folder of the run: its checkpoints and its model")
+    resume: bool = option(False, "go on from the last checkpoint in output_dir, or start if there is none")
+    steps: int = option(1000, "training steps; the schedule spans all of them")
+    batch_size: int = option(256, "rows of one step over ALL processes together")
+    learning_rate: float = option(0.01, "highest learning rate")
+    warmup: float = option(0.05, "share of the steps in which the rate rises")
+    seed: int = option(0, "seed of weights")
+    data_seed: int | None = option(None, "seed of data; by default that of the weights")
+    log_every: int = option(10, "steps over which a logged loss is averaged")
+    save_every: int = option(500, "steps between checkpoints; a multiple of log_every")
+    stop_at: int | None = option(None, "save a checkpoint at this step and stop, as when time runs out")
+    expect_processes: int | None = option(None, "refuse to start unless exactly so many processes came up")
+    report_to: str = option("none", "a tracker that Trainer or Accelerate knows")
+    push_to: str | None = option(None, "Hub repository to push the model to")
 
     def __post_init__(self) -> None:
         check_counts(self, "steps", "batch_size", "log_every", "save_every", "stop_at", "expect_processes")
@@ -85,6 +85,10 @@ def check_seeds(arguments: Any, *names: str) -> None:
 Arguments = TypeVar("Arguments")
 
 
+class Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Docstrings keep their lines, so that commands can be copied, and options tell their defaults."""
+
+
 class ScriptParser(HfArgumentParser):
     """HfArgumentParser whose errors are one line."""
 
@@ -101,9 +105,8 @@ def parse_arguments(
     `1e-3` is a number), and what follows on the command line wins. Bad input ends the process with code 2 and one line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = ScriptParser(
-        [cast(Any, kind)], description=description, allow_abbrev=False, formatter_class=help_formatter()
-    )
+    given: dict[str, Any] = {"description": description, "formatter_class": Formatter}
+    parser = ScriptParser([cast(Any, kind)], allow_abbrev=False, **given)
     parser.usage = f"{parser.prog} [config.yaml] [--name value ...]"
     known = {item.name: item for item in dataclasses.fields(cast(Any, kind)) if item.init}
     if argv and argv[0].endswith(CONFIG_FILES):
@@ -135,14 +138,12 @@ def file_arguments(file: str, parser: ScriptParser, known: dict[str, Any]) -> li
     if not isinstance(tree, yaml.MappingNode):
         parser.error(f"{file} must hold lines `name: value`, got a {tree.id}.")
     found: list[str] = []
-    seen: set[str] = set()
     for key, node in tree.value:
         name = key.value
         if not isinstance(key, yaml.ScalarNode) or name not in known:
             parser.error(f"{file}: unknown key {name!r:.80}{did_you_mean(str(name), known)}")
-        if name in seen:
+        if [other.value for other, _ in tree.value].count(name) > 1:
             parser.error(f"{file}: {name} is given twice.")
-        seen.add(name)
         values = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not all(isinstance(value, yaml.ScalarNode) for value in values):
             kind = "mapping" if isinstance(node, yaml.MappingNode) else "list of lists or mappings"
@@ -161,16 +162,6 @@ def file_arguments(file: str, parser: ScriptParser, known: dict[str, Any]) -> li
 def did_you_mean(name: str, known: dict[str, Any]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}."
-
-
-def help_formatter():
-    """Docstrings keep their lines, so that commands can be copied, and options tell their defaults."""
-    from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-
-    class Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-        pass
-
-    return Formatter
 
 
 def refuse(message: str) -> NoReturn:

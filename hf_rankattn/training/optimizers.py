@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup
 
 
@@ -11,12 +12,8 @@ def point_optimizer(model: nn.Module, learning_rate: float, temperature_lr_facto
     """AdamW with betas (0.9, 0.95) and no weight decay, in which log-temperatures learn faster than the rest.
 
     The logits of a trained point model are some hundred times those of a fresh one. With `qk_norm` that growth is left to
-    one number per head, which at the learning rate of the weights would be what all others wait for.
-
-    Args:
-        model: Any module; the parameters called `log_temperature` are those of heads with `qk_norm`.
-        learning_rate: Of all other parameters.
-        temperature_lr_factor: How many times that for the log-temperatures, which form the second group if there are any.
+    one number per head, which at the learning rate of the weights would be what all others wait for. The parameters called
+    `log_temperature` form the second group if there are any, with `temperature_lr_factor` times the `learning_rate`.
 
     >>> from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
     >>> model = RankEncoderForPointRegression(RankEncoderConfig(input_dim=8, num_attention_heads=2, qk_norm=True))
@@ -26,21 +23,15 @@ def point_optimizer(model: nn.Module, learning_rate: float, temperature_lr_facto
     for name, value in (("learning_rate", learning_rate), ("temperature_lr_factor", temperature_lr_factor)):
         if not 0 < value < math.inf:
             raise ValueError(f"`{name}` must be a positive finite number, got {value}.")
-    temperatures: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (temperatures if name.split(".")[-1] == "log_temperature" else others).append(parameter)
-    groups = [
-        {"params": others, "lr": learning_rate},
-        {"params": temperatures, "lr": learning_rate * temperature_lr_factor},
-    ]
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    groups = []
+    for is_temperature, rate in ((False, learning_rate), (True, learning_rate * temperature_lr_factor)):
+        own = [weight for name, weight in trained if (name.split(".")[-1] == "log_temperature") == is_temperature]
+        groups.append({"params": own, "lr": rate})
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def warmup_cosine(
-    optimizer: torch.optim.Optimizer, steps: int, warmup: float = 0.05
-) -> torch.optim.lr_scheduler.LambdaLR:
+def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int, warmup: float = 0.05) -> LambdaLR:
     """Linear warm-up over a share `warmup` of the steps, then a cosine to zero, stepped after every batch.
 
     As in the published runs the first step of a warm-up has rate zero; those stepped once in 100 batches.

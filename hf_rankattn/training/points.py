@@ -1,6 +1,6 @@
 """What the scripts that train encoders on points share: their arguments, their task, their model, and their results."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -13,7 +13,7 @@ from ..models import (
     equal_budget_grid,
 )
 from ..tasks import TaskBuilder, load_stream, start_at, task_baselines, task_builder
-from .arguments import RunArguments
+from .arguments import RunArguments, option
 
 
 POINT_TASKS = ("farthest_neighbor", "nearest_neighbor", "biased_nearest_neighbor", "convex_hull", "circle")
@@ -23,31 +23,21 @@ POINT_TASKS = ("farthest_neighbor", "nearest_neighbor", "biased_nearest_neighbor
 class PointArguments(RunArguments):
     """The published recipe on its own task, every part of it a flag."""
 
-    output_dir: str = field(
-        default="runs/points", metadata={"help": "folder of the run: its checkpoints and its model"}
-    )
-    steps: int = field(default=2000, metadata={"help": "training steps; the schedule spans all of them"})
-    task: str = field(default="farthest_neighbor", metadata={"help": f"one of {', '.join(POINT_TASKS)}"})
-    task_config: str | None = field(
-        default=None, metadata={"help": "named config of the task; by default the papers'"}
-    )
-    dim: int | None = field(default=None, metadata={"help": "dimension of the points, over that of the config"})
-    num_points: int | None = field(default=None, metadata={"help": "points in a row, over that of the config"})
-    num_eval_examples: int | None = field(default=None, metadata={"help": "held-out rows to evaluate on"})
-    num_layers: int = field(default=1, metadata={"help": "layers of the encoder"})
-    hidden_size: int | None = field(
-        default=None, metadata={"help": "width of the stream; another one than dim is reached by a linear map"}
-    )
-    qk_rank: int | None = field(default=None, metadata={"help": "query-key rank of each head; by default hidden_size"})
-    num_attention_heads: int | None = field(default=None, metadata={"help": "heads; by default 1"})
-    budget: int | None = field(
-        default=None, metadata={"help": "qk_rank * hidden_size * heads of a layer, in place of num_attention_heads"}
-    )
-    intermediate_size: int = field(default=2048, metadata={"help": "width of the MLP"})
-    qk_norm: bool = field(default=False, metadata={"help": "unit queries and keys with a learned temperature"})
-    temperature_lr_factor: float = field(
-        default=3.0, metadata={"help": "learning rate of the log-temperatures of qk_norm, as a multiple of the rest"}
-    )
+    output_dir: str = option("runs/points", "folder of the run: its checkpoints and its model")
+    steps: int = option(2000, "training steps; the schedule spans all of them")
+    task: str = option("farthest_neighbor", f"one of {', '.join(POINT_TASKS)}")
+    task_config: str | None = option(None, "named config of the task; by default the papers'")
+    dim: int | None = option(None, "dimension of the points, over that of the config")
+    num_points: int | None = option(None, "points in a row, over that of the config")
+    num_eval_examples: int | None = option(None, "held-out rows to evaluate on")
+    num_layers: int = option(1, "layers of the encoder")
+    hidden_size: int | None = option(None, "width of the stream; another one than dim is reached by a linear map")
+    qk_rank: int | None = option(None, "query-key rank of each head; by default hidden_size")
+    num_attention_heads: int | None = option(None, "heads; by default 1")
+    budget: int | None = option(None, "qk_rank * hidden_size * heads of a layer, in place of num_attention_heads")
+    intermediate_size: int = option(2048, "width of the MLP")
+    qk_norm: bool = option(False, "unit queries and keys with a learned temperature")
+    temperature_lr_factor: float = option(3.0, "learning rate of the log-temperatures, as a multiple of the rest")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,16 +60,12 @@ def point_task(arguments: PointArguments) -> TaskBuilder:
         seed=arguments.data_seed,
     )
     if not builder.endless:
+        others = [name for name in builder.builder_configs if task_builder(arguments.task, name).endless]
         raise ValueError(
             f"{arguments.task} {builder.config.name} has {builder.config.num_examples} train rows and no others; choose a "
-            f"--task_config with fresh ones: {', '.join(endless_configs(arguments.task))}."
+            f"--task_config with fresh ones: {', '.join(others)}."
         )
     return builder
-
-
-def endless_configs(task: str) -> list[str]:
-    names = task_builder(task).builder_configs
-    return [name for name in names if task_builder(task, name).endless]
 
 
 def fresh_rows(builder: TaskBuilder, row: int) -> datasets.IterableDataset:
@@ -102,13 +88,8 @@ def point_model(
         (heads,) = equal_budget_grid(arguments.budget, hidden_size, ranks=[rank])
     else:
         heads = {"qk_rank": rank, "v_head_dim": rank, "num_attention_heads": arguments.num_attention_heads or 1}
-    config = RankEncoderConfig(
-        num_hidden_layers=arguments.num_layers,
-        intermediate_size=arguments.intermediate_size,
-        qk_norm=arguments.qk_norm,
-        **heads,
-        **fields,
-    )
+    fields |= {"num_hidden_layers": arguments.num_layers, "intermediate_size": arguments.intermediate_size, **heads}
+    config = RankEncoderConfig(qk_norm=arguments.qk_norm, **fields)
     head = RankEncoderForTokenClassification if "num_labels" in fields else RankEncoderForPointRegression
     return head(config)
 
@@ -117,18 +98,9 @@ def point_report(arguments: PointArguments, builder: TaskBuilder, metrics: dict[
     """Fields of a card: what was measured, how it came about, and what predictors reach that cannot solve the task."""
     task, name = arguments.task, builder.config.name
     rows = builder.config.num_eval_examples
-    results = [
-        EvalResult(
-            task_type="other",
-            task_name=task.replace("_", " "),
-            dataset_type=task,
-            dataset_name=f"{task} {name}, {rows} held-out rows",
-            dataset_split="test",
-            metric_type=metric,
-            metric_value=round(value, 6),
-        )
-        for metric, value in metrics.items()
-    ]
+    of: dict[str, Any] = {"task_type": "other", "task_name": task.replace("_", " "), "dataset_split": "test"}
+    of |= {"dataset_type": task, "dataset_name": f"{task} {name}, {rows} held-out rows"}
+    results = [EvalResult(**of, metric_type=key, metric_value=round(value, 6)) for key, value in metrics.items()]
     baselines = "; ".join(
         f"{baseline} {', '.join(f'{metric} {value:.3f}' for metric, value in measured.items())}"
         for baseline, measured in task_baselines(builder).items()

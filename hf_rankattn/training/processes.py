@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 def join_processes(expected: int | None = None) -> bool:
     """Set up the group of processes if there is one; returns whether this is the first of them.
 
-    Args:
-        expected: How many there should be. Some launchers run a single process in silence where several were asked for.
+    `expected` is how many there should be: some launchers run a single process in silence where several were asked for.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_processes(world, expected, "-m hf_rankattn ...")

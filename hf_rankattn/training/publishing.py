@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
 from ..hub.sharing import card_of, export_model, push_to_hub
-from .arguments import check_seeds
+from .arguments import check_seeds, option
 
 
 if TYPE_CHECKING:
@@ -21,25 +21,23 @@ class PublishingArguments:
     """What every script that publishes models takes. A script adds its own fields."""
 
     output_dir: str = field(metadata={"help": "folder for the models and their table"})
-    seed: int = field(default=0, metadata={"help": "seed of weights and data"})
-    cards: str | None = field(default=None, metadata={"help": "also write the cards to this folder"})
-    push_to: str | None = field(default=None, metadata={"help": "Hub name under which to push them"})
-    overwrite: bool = field(default=False, metadata={"help": "whether the model folders may be replaced"})
+    seed: int = option(0, "seed of weights and data")
+    cards: str | None = option(None, "also write the cards to this folder")
+    push_to: str | None = option(None, "Hub name under which to push them")
+    overwrite: bool = option(False, "whether the model folders may be replaced")
 
     def __post_init__(self) -> None:
         check_seeds(self, "seed")
-        output = Path(self.output_dir)
-        if output.exists() and not self.overwrite:
-            raise ValueError(f"{output} exists already: choose another --output_dir, or add --overwrite.")
+        if Path(self.output_dir).exists() and not self.overwrite:
+            raise ValueError(f"{self.output_dir} exists already: choose another --output_dir, or add --overwrite.")
         for folder in filter(None, (self.output_dir, self.cards)):
             if Path(folder).exists() and not Path(folder).is_dir():
                 raise ValueError(f"{folder} is no folder: choose another one.")
 
 
 def save_table(table: "pd.DataFrame", arguments: PublishingArguments) -> None:
-    output = Path(arguments.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    table.to_parquet(output / "table.parquet")
+    Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
+    table.to_parquet(Path(arguments.output_dir) / "table.parquet")
 
 
 def publish_model(

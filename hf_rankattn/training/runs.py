@@ -1,6 +1,5 @@
 """Training runs that can be stopped, killed and resumed: a folder, its settings, whole checkpoints, finite losses."""
 
-import csv
 import json
 import math
 import os
@@ -43,25 +42,25 @@ class Run:
     def write(self, name: str, text: str) -> None:
         """Write a file of the run, whole or not at all, by the first process."""
         if self.is_main:
-            staging = self.folder / f".{name}"
-            staging.write_text(text, encoding="utf-8")
-            os.replace(staging, self.folder / name)
+            write_whole(self.folder / name, text)
 
     def write_history(self, history: Iterable[dict[str, Any]]) -> None:
         """The loss curve as `losses.csv`; floats in full, so that two runs can be compared to the last bit."""
-        rows = [(row["step"], row["loss"], row["learning_rate"]) for row in history if "loss" in row]
-        if self.is_main:
-            with open(self.folder / ".losses.csv", "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([("step", "loss", "learning_rate"), *rows])
-            os.replace(self.folder / ".losses.csv", self.folder / "losses.csv")
+        names = ("step", "loss", "learning_rate")
+        rows = [[str(row[name]) for name in names] for row in history if "loss" in row]
+        self.write("losses.csv", "".join(",".join(row) + "\r\n" for row in [names, *rows]))
+
+
+def write_whole(path: Path, text: str) -> None:
+    staging = path.with_name(f".{path.name}")
+    staging.write_text(text, encoding="utf-8", newline="")
+    os.replace(staging, path)
 
 
 def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
     """Check batch and folder, and find where to go on. It comes last in setting up: it makes the folder.
 
-    Args:
-        arguments: Those of the script; two runs are the same run if their `settings()` are equal.
-        **more_settings: What else decides about the weights, such as a hash of the code that draws the data.
+    Two runs are the same run if their `settings()` and `more_settings`, what else decides about the weights, are equal.
     """
     state = process_state()
     processes = state.num_processes
@@ -83,17 +82,9 @@ def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
         raise ValueError(message)
     step = step_of(checkpoint) if checkpoint else 0
     if arguments.stop_at is not None and arguments.stop_at <= step < arguments.steps:
-        raise ValueError(
-            f"--stop_at {arguments.stop_at} lies behind: {arguments.output_dir} is at step {step} already."
-        )
-    return Run(
-        folder=Path(arguments.output_dir),
-        processes=processes,
-        is_main=state.is_main_process,
-        share=arguments.batch_size // processes,
-        checkpoint=checkpoint,
-        step=step,
-    )
+        raise ValueError(f"--stop_at {arguments.stop_at} lies behind: {arguments.output_dir} is at step {step}.")
+    folder, share = Path(arguments.output_dir), arguments.batch_size // processes
+    return Run(folder, processes, state.is_main_process, share, checkpoint, step)
 
 
 def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | None:
@@ -104,33 +95,26 @@ def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | 
         raise ValueError(f"{folder} cannot be read: {error}.") from error
     entries.discard(f".{SETTINGS}")  # of a run that was killed as it began
     if entries and not resume:
-        raise ValueError(
-            f"{folder} exists already: add --resume to go on with the run in it, or choose another --output_dir."
-        )
+        raise ValueError(f"{folder} exists already: add --resume to go on with it, or choose another --output_dir.")
     if entries and SETTINGS not in entries:
         raise ValueError(f"{folder} holds no run to go on with (no {SETTINGS}): choose another --output_dir.")
     if not entries:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            staging = folder / f".{SETTINGS}"
-            staging.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-            os.replace(staging, folder / SETTINGS)
+            write_whole(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
             raise ValueError(f"{folder} cannot be made: {error}.") from error
         return None
     check_settings(folder, settings)
-    checkpoints = {path: (path / COMPLETE).is_file() for path in folder.glob("checkpoint-*")}
-    for path, complete in checkpoints.items():
-        if not complete:
+    for path in list(folder.glob("checkpoint-*")):
+        if not (path / COMPLETE).is_file():
             shutil.rmtree(path)
-    last = max((path for path, complete in checkpoints.items() if complete), key=step_of, default=None)
+    last = max(folder.glob("checkpoint-*"), key=step_of, default=None)
     if last is not None:
         try:
             check_checkpoint(last)
         except ValueError as error:
-            raise ValueError(
-                f"{error} Delete {last} to resume from the checkpoint before it, if there is one."
-            ) from error
+            raise ValueError(f"{error} Delete {last} to resume from the checkpoint before it, if any.") from error
     return last
 
 
@@ -162,13 +146,8 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
         raise ValueError(
             f"{folder / SETTINGS} must hold the settings of a run, got {there!r:.80}: choose another --output_dir."
         )
-    names = dict.fromkeys([*there, *settings])
-    differ = [
-        f"{name} is {settings.get(name)!r} here and {there.get(name)!r} there"
-        for name in names
-        if settings.get(name) != there.get(name)
-    ]
-    if differ:
+    names = [name for name in {**there, **settings} if settings.get(name) != there.get(name)]
+    if differ := [f"{name} is {settings.get(name)!r} here and {there.get(name)!r} there" for name in names]:
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(differ)}. Give the same to go on with it, or choose another "
             "--output_dir."

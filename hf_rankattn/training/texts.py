@@ -1,7 +1,7 @@
 """What the scripts that fine-tune text classifiers share: their arguments, their data, their Trainer, and their results."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ..files.texts import package_text
 from ..files.texts.key_value import VALUES, key_value_rows
 from ..files.texts.word_order import LABELS, word_order_rows
 from ..tasks import TokenAccuracy
-from .arguments import RunArguments
+from .arguments import RunArguments, option
 from .processes import process_state
 from .runs import Run, RunCallback, training_arguments
 
@@ -26,33 +26,24 @@ from .runs import Run, RunCallback, training_arguments
 TRAIN_TEXTS = 60
 FAMILIES = {"bert": "RankBert", "albert": "RankAlbert", "xlnet": "RankXLNet"}
 DROPOUT = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "classifier_dropout_prob",
-    "dropout",
-    "summary_last_dropout",
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "classifier_dropout_prob"),
+    *("dropout", "summary_last_dropout"),
 )
 
 
 @dataclass(kw_only=True)
 class TextArguments(RunArguments):
-    output_dir: str = field(default="runs/text", metadata={"help": "folder of the run: its checkpoints and its model"})
-    steps: int = field(default=300, metadata={"help": "training steps; the schedule spans all of them"})
-    batch_size: int = field(default=32, metadata={"help": "rows of one step over ALL processes together"})
-    learning_rate: float = field(default=2e-4, metadata={"help": "highest learning rate"})
-    save_every: int = field(default=100, metadata={"help": "steps between checkpoints; a multiple of log_every"})
-    dataset: str | None = field(
-        default=None,
-        metadata={"help": "folder or Hub name of a data set, or word-order or key-value, which are made here"},
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "config of that data set"})
-    text_column: str = field(default="text", metadata={"help": "column of the texts"})
-    label_column: str = field(default="label", metadata={"help": "column of the classes"})
-    max_length: int = field(default=128, metadata={"help": "tokens of a text at most"})
-    dropout: float = field(
-        default=0.0, metadata={"help": "dropout in training; above 0, another number of processes gives other losses"}
-    )
+    output_dir: str = option("runs/text", "folder of the run: its checkpoints and its model")
+    steps: int = option(300, "training steps; the schedule spans all of them")
+    batch_size: int = option(32, "rows of one step over ALL processes together")
+    learning_rate: float = option(2e-4, "highest learning rate")
+    save_every: int = option(100, "steps between checkpoints; a multiple of log_every")
+    dataset: str | None = option(None, "folder or Hub name of a data set, or word-order or key-value, made here")
+    dataset_config: str | None = option(None, "config of that data set")
+    text_column: str = option("text", "column of the texts")
+    label_column: str = option("label", "column of the classes")
+    max_length: int = option(128, "tokens of a text at most")
+    dropout: float = option(0.0, "dropout in training; above 0, another number of processes gives other losses")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,18 +71,15 @@ def text_data(arguments: TextArguments, default: str) -> TextData:
     if name == "word-order":
         texts = package_text()
         parts = [word_order_rows(part, seed) for part in (texts[:TRAIN_TEXTS], texts[TRAIN_TEXTS:])]
-        return TextData(name, *rows_of(parts), list(LABELS))
-    if name == "key-value":
+        labels = list(LABELS)
+    elif name == "key-value":
         parts = [key_value_rows(20_000, seed), key_value_rows(2_000, seed, "test")]
-        return TextData(name, *rows_of(parts), [f"is{value}" for value in range(VALUES)])
-    # the first process fills the caches that the others read
-    with process_state().main_process_first():
-        return stored_data(name, arguments)
-
-
-def rows_of(parts: list[list[dict[str, str | int]]]) -> tuple[datasets.Dataset, datasets.Dataset]:
-    train, test = parts
-    return datasets.Dataset.from_list(train), datasets.Dataset.from_list(test)
+        labels = [f"is{value}" for value in range(VALUES)]
+    else:
+        with process_state().main_process_first():  # it fills the caches that the others read
+            return stored_data(name, arguments)
+    train, test = map(datasets.Dataset.from_list, parts)
+    return TextData(name, train, test, labels)
 
 
 def stored_data(name: str, arguments: TextArguments) -> TextData:
@@ -105,31 +93,24 @@ def stored_data(name: str, arguments: TextArguments) -> TextData:
     if held_out is None:
         splits, held_out = splits["train"].train_test_split(test_size=0.2, seed=arguments.data_seed), "test"
     columns = splits["train"].column_names
-    for flag in ("text_column", "label_column"):
-        if getattr(arguments, flag) not in columns:
-            raise ValueError(
-                f"--{flag} {getattr(arguments, flag)} is no column of {name}; it has {', '.join(columns)}."
-            )
+    for key in ("text_column", "label_column"):
+        if getattr(arguments, key) not in columns:
+            raise ValueError(f"--{key} {getattr(arguments, key)} is no column of {name}; it has {', '.join(columns)}.")
     feature = splits["train"].features[arguments.label_column]
     parts = [splits[split] for split in ("train", held_out)]
     values = sorted({value for part in parts for value in part[arguments.label_column]}, key=str)
-    if isinstance(feature, datasets.ClassLabel):
-        names, number = list(feature.names), {index: index for index in range(len(feature.names))}
-    else:
-        names, number = list(map(str, values)), {value: index for index, value in enumerate(values)}
+    classed = isinstance(feature, datasets.ClassLabel)
+    names = list(feature.names) if classed else list(map(str, values))
+    number = {value: index for index, value in enumerate(range(len(names)) if classed else values)}
     if not set(values) <= set(number) or isinstance(values[0], float) or len(names) < 2:
         raise ValueError(
             f"--label_column {arguments.label_column} must hold two or more classes and no gaps, got {values[:5]}."
         )
-    train, test = (
-        datasets.Dataset.from_dict(
-            {
-                "text": part[arguments.text_column][:],
-                "label": [number[value] for value in part[arguments.label_column]],
-            }
-        )
+    columns = (
+        {"text": part[arguments.text_column][:], "label": [number[value] for value in part[arguments.label_column]]}
         for part in parts
     )
+    train, test = map(datasets.Dataset.from_dict, columns)
     return TextData(name, train, test, names)
 
 
@@ -158,9 +139,7 @@ def classifier(name: str, labels: list[str], arguments: TextArguments) -> PreTra
         raise ValueError(f"--model {name} is a {config.model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
     longest = getattr(config, "max_position_embeddings", None) or 0
     if 0 < longest < arguments.max_length:  # XLNet's is -1, as it has no positions to run out of
-        raise ValueError(
-            f"--max_length {arguments.max_length} is beyond --model {name}, which has {longest} positions."
-        )
+        raise ValueError(f"--max_length {arguments.max_length} exceeds --model {name}, which has {longest} positions.")
     kind = getattr(models, f"{family}ForSequenceClassification")
     fields: dict[str, Any] = {key: arguments.dropout for key in DROPOUT if getattr(config, key, None) is not None}
     fields |= {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
@@ -205,17 +184,12 @@ def text_trainer(
 
 
 def text_results(data: TextData, metrics: dict[str, float]) -> list[EvalResult]:
-    return [
-        EvalResult(
-            task_type="text-classification",
-            dataset_type=data.name.rsplit("/", 1)[-1],
-            dataset_name=f"{data.name}, {len(data.test)} held-out rows",
-            dataset_split="test",
-            metric_type=name,
-            metric_value=round(value, 6),
-        )
-        for name, value in metrics.items()
-    ]
+    of: dict[str, Any] = {"task_type": "text-classification", "dataset_split": "test"}
+    of |= {
+        "dataset_type": data.name.rsplit("/", 1)[-1],
+        "dataset_name": f"{data.name}, {len(data.test)} held-out rows",
+    }
+    return [EvalResult(**of, metric_type=key, metric_value=round(value, 6)) for key, value in metrics.items()]
 
 
 def base_name(model: str | None) -> str | None:

@@ -42,7 +42,7 @@ def convert(
     """Give a checkpoint another query-key rank. Calibrates on texts, and measures what the change costs."""
     from hf_rankattn.convert.checkpoint import convert_checkpoint, curve_to_file
     from hf_rankattn.convert.outcome import size_rows
-    from hf_rankattn.report.rank_curve import draw_rank_curve
+    from hf_rankattn.report.plots import draw_rank_curve
 
     if auto and qk_rank is not None:
         raise ValueError(f"--auto and --qk-rank {qk_rank} cannot be combined: give one of them.")

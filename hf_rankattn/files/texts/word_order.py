@@ -61,9 +61,8 @@ def word_tokenizer(texts: Sequence[str], vocab_size: int = 4096) -> "PreTrainedT
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     counts = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
     commonest = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - len(SPECIAL)]
-    backend = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate([*SPECIAL, *commonest])}, unk_token="[UNK]")
-    )
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *commonest])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.normalizer, backend.pre_tokenizer = normalizer, splitter
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]

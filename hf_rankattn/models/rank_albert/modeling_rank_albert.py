@@ -57,9 +57,8 @@ class RankAlbertLayerGroup(AlbertLayerGroup):
 class RankAlbertTransformer(AlbertTransformer):
     def __init__(self, config):
         # Stock code builds the groups in order and does not number them; the geometry of a group is that of its first layer.
-        first_layers = (
-            layers[0] if layers else None for layers in map(config.layers_of_group, range(config.num_hidden_groups))
-        )
+        groups = map(config.layers_of_group, range(config.num_hidden_groups))
+        first_layers = (layers[0] if layers else None for layers in groups)
         build = rebind(
             AlbertTransformer.__init__,
             AlbertLayerGroup=lambda config: RankAlbertLayerGroup(config, layer_idx=next(first_layers)),

@@ -95,21 +95,17 @@ class RankEncoderAttention(nn.Module):
         fused = fused and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
         if fused and attention_mask is None and dropout == 0.0 and not self.hardmax:
             layers = self.query, self.key, self.value, self.output
-            scales = self.scaling, self.output_scale
-            attended = blocked_attention(
-                hidden_states, *layers, self.num_attention_heads, *scales, self.log_temperature
-            )
+            numbers = self.num_attention_heads, self.scaling, self.output_scale
+            attended = blocked_attention(hidden_states, *layers, *numbers, self.log_temperature)
             if attended is not None:
                 return attended, None
-        query, key, value = (project(self, name, hidden_states) for name in ("query", "key", "value"))
+        query, key, value = states = [project(self, name, hidden_states) for name in ("query", "key", "value")]
         if self.hardmax:
             query, key = apply_qk_norm(self, query, key)
             joined, maps = eager_attention_forward(self, query, key, value, attention_mask, self.scaling, dropout)
             joined = joined.flatten(2)
         else:
-            joined, maps = rank_attention(
-                self, query, key, value, attention_mask, dropout, eager_attention_forward, **kwargs
-            )
+            joined, maps = rank_attention(self, *states, attention_mask, dropout, eager_attention_forward, **kwargs)
         # scaling what enters, not what leaves, keeps the bias out of the mean
         return self.output(joined * self.output_scale), maps
 
@@ -255,9 +251,8 @@ class RankEncoderModel(RankEncoderPreTrainedModel):
         super().__init__(config)
         self.embeddings = RankEncoderEmbeddings(config)
         self.layers = nn.ModuleList([RankEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = make_norm(
-            config.norm if config.norm_placement == "pre" else "none", config.hidden_size, config.norm_eps
-        )
+        last_norm = config.norm if config.norm_placement == "pre" else "none"
+        self.norm = make_norm(last_norm, config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -306,23 +301,17 @@ class RankEncoderModel(RankEncoderPreTrainedModel):
 def check_inputs(config, points, queries, input_ids, attention_mask, kwargs) -> torch.Tensor:
     """The tokens (points, then queries) or ids of one call, or a `ValueError` that names what is wrong."""
     for name in () if torch.compiler.is_compiling() else kwargs:
-        if meant := get_close_matches(
-            name, ("points", "queries", "input_ids", "attention_mask", "labels"), cutoff=0.8
-        ):
-            raise ValueError(f"`{name}` is not an input. Did you mean `{meant[0]}`?")
+        if near := get_close_matches(name, ("points", "queries", "input_ids", "attention_mask", "labels"), cutoff=0.8):
+            raise ValueError(f"`{name}` is not an input. Did you mean `{near[0]}`?")
     if config.vocab_size is not None:
         if input_ids is None or points is not None or queries is not None:
-            raise ValueError(
-                f"this encoder reads `input_ids` (vocab_size={config.vocab_size}), not points or queries."
-            )
+            raise ValueError(f"this encoder reads `input_ids` (vocab_size={config.vocab_size}), no points or queries.")
         if input_ids.ndim != 2:
             raise ValueError(f"`input_ids` must be (batch, n), got {tuple(input_ids.shape)}.")
         tokens = input_ids
     else:
         if points is None or input_ids is not None:
-            raise ValueError(
-                f"this encoder reads `points` (batch, n, {config.input_dim}): give those, and no input_ids."
-            )
+            raise ValueError(f"this encoder reads `points` (batch, n, {config.input_dim}): give those, no input_ids.")
         for name, given in (("points", points), ("queries", queries)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != config.input_dim):
                 raise ValueError(f"`{name}` must be (batch, n, {config.input_dim}), got {tuple(given.shape)}.")
