@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..families.architectures import base_of, family_of, layers_of
+from ..families.architectures import base_of, layers_of
+from ..families.structure import choosing_tower
 from ..files.batches import longest
 from ..measure.norms import full_precision
 
@@ -29,8 +30,9 @@ def probing(
     def enter(model: PreTrainedModel, *args: Options.args, **kwargs: Options.kwargs) -> pd.DataFrame:
         with full_precision():
             model = plain(model)
-            family_of(model)  # refuses an unknown family before anything else
-            return measure(model, *args, **kwargs)
+            with choosing_tower(kwargs.pop("tower", None)):
+                layers_of(model)  # refuses a model without layers before anything else
+                return measure(model, *args, **kwargs)
 
     return enter
 

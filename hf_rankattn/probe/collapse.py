@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..families.architectures import family_of, layers_of
+from ..families.stream import states_of, tensors_in
 from ..files.running import Inputs, evaluating
 from ..measure import residual, token_cosine
 from ..measure.norms import drop_rows, norm_of_sizes, working
@@ -48,12 +49,14 @@ class LayerStates:
 
     def enter(self, module, args, kwargs) -> None:
         if not self.rows:
-            self.reduce(args[0] if args else kwargs["hidden_states"])
+            self.reduce(states_of(args, kwargs))
 
     def leave(self, module, args, output) -> None:
-        self.reduce(output[0] if isinstance(output, tuple) else output)
+        self.reduce(next(tensors_in(output)))
 
     def reduce(self, states: torch.Tensor) -> None:
+        if states.ndim > 3:  # images as (batch, height, width, d)
+            states = states.flatten(1, -2)
         states = states if self.family.batch_first else states.transpose(0, 1)
         mask = None if self.mask is None else self.mask.to(states.device)
         metrics = states_metrics(states.detach(), mask)
