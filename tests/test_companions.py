@@ -191,6 +191,11 @@ print(outcome.base_model)
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
         )
         asked = " ".join(path for _, path in hub.requests)
+        look = "from hf_rankattn.files.companions import checkpoint_folder; checkpoint_folder('user/source')"
+        environment["HF_HUB_OFFLINE"] = "1"
+        offline = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
+        assert asked == " ".join(path for _, path in hub.requests)
+    assert offline.returncode == 0 and "files of user/source that are in the cache are kept" in offline.stderr
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.split()[-1] == "user/source"
     assert set(KEPT) <= names_in(tmp_path / "narrow") and not set(LEFT_OUT) & names_in(tmp_path / "narrow")

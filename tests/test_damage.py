@@ -210,6 +210,18 @@ class TestLabels:
         assert len(judge.original) == 3 and "accuracy" in judge.damage(model)
 
     @pytest.mark.parametrize(
+        "suffix, row, why",
+        [
+            ("ForSequenceClassification", {"text": "a", "kind": 1}, "its columns are text, kind"),
+            ("ForTokenClassification", {"text": "a", "tags": [1]}, "the texts are not lists of words"),
+        ],
+    )
+    def test_labels_that_are_not_used_are_mentioned(self, suffix, row, why, tmp_path, caplog):
+        folder = self.folder(tmp_path, [row])
+        assert labelled_texts(sharp(BERT, suffix), folder) == (["a"], None)
+        assert f"no labels of {folder} are used: {why}." in caplog.text
+
+    @pytest.mark.parametrize(
         "row, message",
         [
             (

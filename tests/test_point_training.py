@@ -58,8 +58,11 @@ def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("damage", ["begun", "model.safetensors", "optimizer.pt", "trainer_state.json"])
-def test_rows_are_trained_on_from_the_last_whole_checkpoint(damage, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["begun", "model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"]
+)
+def test_rows_are_trained_on_from_the_last_whole_checkpoint(damage, cut, tmp_path, monkeypatch):
     monkeypatch.setattr(row_training, "SAVE_EVERY", 4)
     points = torch.randn(12, 4, 8, generator=torch.Generator().manual_seed(0))
     columns, chosen = {"points": points, "labels": -points}, RowTraining(4, 1e-2, seed=0, batch_size=4)
@@ -76,8 +79,9 @@ def test_rows_are_trained_on_from_the_last_whole_checkpoint(damage, tmp_path, mo
     else:
         shutil.copytree(last, tmp_path / "checkpoint-16")
         path = tmp_path / "checkpoint-16" / damage
-        path.write_bytes(path.read_bytes()[:-50])
+        path.write_bytes(path.read_bytes()[:-50]) if cut else path.unlink()
     assert train_rows(resumed, columns, chosen, tmp_path) == row, "no step is trained a second time"
+    assert not (tmp_path / "checkpoint-16").exists()
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 

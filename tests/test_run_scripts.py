@@ -385,6 +385,8 @@ def test_a_damaged_run_is_refused_or_resumed_from_an_earlier_checkpoint(script, 
         path.write_bytes(path.read_bytes()[:-100])
         line = refused(folder, *command)
         assert f"{path.name} cannot be read" in line and "Delete" in line and "checkpoint-10" in line
+        path.unlink()
+        assert "it has no file" in refused(folder, *command)
 
 
 def test_dropout_is_resumed_too_but_not_by_another_number_of_processes(folder):

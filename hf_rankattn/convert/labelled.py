@@ -5,12 +5,14 @@ from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..files.batches import Text
 from ..files.texts import dataset_errors, stream_rows
 from .damage import Classification, NextSentence, Spans, TokenClassification, task_of
 
 
+logger = logging.get_logger(__name__)
 TEXT_COLUMNS = ("text", "sentence", "tokens", "words")
 LABEL_COLUMNS = ("label", "labels", "ner_tags", "pos_tags", "tags")
 TAG_COLUMNS = ("ner_tags", "pos_tags", "tags", "labels", "label")
@@ -55,6 +57,8 @@ def labelled_texts(
     elif label_column not in rows[0]:
         raise ValueError(f"{name} has no column {label_column!r}; there are {', '.join(rows[0])}.")
     if label_column is None or (by_word and not isinstance(texts[0], list)):
+        why = f"its columns are {', '.join(rows[0])}" if label_column is None else "the texts are not lists of words"
+        logger.warning(f"no labels of {name} are used: {why}.")
         return texts, None
     for text, row in zip(texts, rows, strict=True):
         label = row[label_column]

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, is_offline_mode, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from transformers.utils import cached_file, logging
 
 from .atomic import is_own_file
@@ -114,15 +114,13 @@ def checkpoint_folder(name: str, commit: str | None = None) -> Path:
     if Path(name).is_dir():
         return Path(name).resolve()
     folder = Path(str(cached_file(name, "config.json", revision=commit))).parent
-    if is_offline_mode():
-        return folder
     try:
         names = HfApi().list_repo_files(name, revision=commit)
         if "modules.json" in names:
             hf_hub_download(name, "modules.json", revision=commit)
         wanted = companions(names, module_folders(folder))
         snapshot_download(name, revision=commit, allow_patterns=[glob.escape(file) for file in wanted])
-    except Exception as error:  # of the network, in many types
+    except Exception as error:  # of the network or of offline mode, in many types
         logger.warning(f"only the files of {name} that are in the cache are kept: {one_line(error)}")
     return folder
 

@@ -25,6 +25,8 @@ from .processes import on_cpu, process_state
 SETTINGS = "run.json"
 # written last, when all processes have written their part of a checkpoint
 COMPLETE = "complete"
+# Trainer and Accelerate go on without a file that is missing, with a fresh optimizer or other random numbers
+PARTS = ("*model*", "optimizer*", "scheduler*", "r*_state*")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,10 @@ def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | 
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raise a ValueError if a file of a checkpoint is cut off. No pickle is opened."""
+    """Raise a ValueError if a file of a checkpoint is missing or cut off. No pickle is opened."""
+    for pattern in PARTS:
+        if not any(checkpoint.glob(pattern)):
+            raise ValueError(f"{checkpoint} is not complete: it has no file {pattern}.")
     for path in sorted(checkpoint.iterdir()):
         try:
             if path.suffix == ".json":

@@ -1,8 +1,6 @@
-import time
-
 from typer import Argument, Option
 
-from ..console import Bar, Json, print_json, print_table, say
+from ..console import PLAIN_EVERY, Bar, Json, print_json, print_table, say
 
 
 EXAMPLE = "rankattn convert path/to/bert --qk-rank 16 --out narrow-bert"
@@ -59,14 +57,12 @@ def convert(
     data: dict = {"dataset": dataset, "split": split, "examples": examples}
     columns: dict = {"column": column, "label_column": label_column}
     written: dict = {"stream": stream, "base_model": base_model, "remote_code": remote_code}
-    begun = time.perf_counter()
-    with Bar("{task.completed}/{task.total}") as bar:
+    # the conversions of a curve are few, and each may take minutes
+    with Bar("{task.completed}/{task.total}", plain_every=0.0 if curve else PLAIN_EVERY) as bar:
         task = bar.add_task("converting", total=None)
 
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
-            if curve:
-                bar.print_line(f"convert: {done}/{total} conversions, {time.perf_counter() - begun:.0f} s")
 
         common: dict = {**fitting, "overwrite": overwrite, "progress": advance}
         if curve:
