@@ -191,7 +191,9 @@ def listed(model: PreTrainedModel, what: str) -> Family:
     family = family_of(model)
     if not family.layers:
         known = ", ".join(sorted(name for row in TABLE for name in row.model_types))
-        raise ValueError(f"{what} need a row in the table of architectures, and {family.name!r} has none; these have one: {known}.")
+        raise ValueError(
+            f"{what} need a row in the table of architectures, and {family.name!r} has none; these have one: {known}."
+        )
     return family
 
 
@@ -231,9 +233,6 @@ def is_causal(model: PreTrainedModel) -> bool:
     return any(bool(getattr(attention, "is_causal", False)) for attention in found)
 
 
-def attending_layers(model: PreTrainedModel, seen: int, what: str) -> list[int]:
-    """The numbers of the layers with attention, of which `seen` showed `what`; a `ValueError` unless these are all."""
-    numbers = [number for number, layer in enumerate(layers_of(model)) if attention_of(model, layer) is not None]
-    if len(numbers) != seen:
-        raise ValueError(f"{seen} of the {len(numbers)} layers with attention of {type(model).__name__} showed their {what}.")
-    return numbers
+def attending_layers(model: PreTrainedModel) -> list[int]:
+    """The numbers of the layers with softmax attention; all but those of hybrids with state-space or linear layers."""
+    return [number for number, layer in enumerate(layers_of(model)) if attention_of(model, layer) is not None]

@@ -28,7 +28,18 @@ PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum", "baddbmm"}
 NORMS = {"layer_norm", "rms_norm"}
 # functions whose result is their first argument in another shape, place or type; dropout is off while a model is measured
 UNCHANGED = {
-    *("alias", "bfloat16", "clone", "contiguous", "detach", "double", "dropout", "feature_dropout", "flatten", "float"),
+    *(
+        "alias",
+        "bfloat16",
+        "clone",
+        "contiguous",
+        "detach",
+        "double",
+        "dropout",
+        "feature_dropout",
+        "flatten",
+        "float",
+    ),
     *("half", "movedim", "permute", "reshape", "reshape_as", "squeeze", "swapaxes", "t", "to", "transpose", "type"),
     *("type_as", "unflatten", "unsqueeze", "view", "view_as"),
 }
@@ -111,7 +122,9 @@ class ResidualStream(TorchFunctionMode):
             return None
         sums = min(mark.sums for mark in known)
         if name == "scaled_dot_product_attention":
-            query, value = (args[place] if len(args) > place else kwargs[word] for place, word in ((0, "query"), (2, "value")))
+            query, value = (
+                args[place] if len(args) > place else kwargs[word] for place, word in ((0, "query"), (2, "value"))
+            )
             query_mark = mark_of(query)
             kind: Kind = "cross-attention" if mark_of(value) is None else "attention"
             return Mark(kind, query_mark.sums if query_mark else sums)
@@ -137,7 +150,9 @@ class ResidualStream(TorchFunctionMode):
         streams = [mark.kind in STREAM for mark in marks]
         if sum(streams) == 1 and marks[streams.index(False)].kind in UPDATES:
             place = streams.index(True)
-            return self.residual_sum(func, args, kwargs, given[place], marks[place], given[1 - place], marks[1 - place])
+            return self.residual_sum(
+                func, args, kwargs, given[place], marks[place], given[1 - place], marks[1 - place]
+            )
         kinds = {mark.kind for mark in marks}
         if kinds == {"attention", "mlp"}:
             if "mlp" in self.removed:
@@ -201,9 +216,11 @@ def mlps_of(layer: nn.Module) -> Iterator[nn.Module]:
         if any(attends(part) for part in module.modules()):
             continue
         leaves = [leaf for leaf in module.modules() if next(leaf.children(), None) is None]
-        other = [leaf for leaf in leaves if not isinstance(leaf, POINTWISE) and type(leaf).__module__ not in POINTWISE_HOMES]
+        other = [
+            leaf for leaf in leaves if not isinstance(leaf, POINTWISE) and type(leaf).__module__ not in POINTWISE_HOMES
+        ]
         linear = any(isinstance(leaf, nn.Linear | Conv1D) for leaf in leaves)
-        if linear and not other:
+        if linear and not other or "moe" in type(module).__name__.lower():
             yield module
         elif linear and all(is_norm(leaf) for leaf in other):
             yield from mlps_of(module)
@@ -214,7 +231,8 @@ class FollowedLayer:
 
     `removed` maps the parts that may be left out to functions that say whether the present run is without them. After each
     run, `seen` is called with the layer, the mark of its output, and its residual sums. `own` is an attention module whose
-    output is attention, whatever it is computed by. `streams` is the number of streams among the arguments of the layer.
+    output is attention, whatever it is computed by. `streams` is the number of streams among the arguments of the layer,
+    and `positions` the axis of their tokens.
     """
 
     def __init__(
@@ -225,8 +243,9 @@ class FollowedLayer:
         seen: Seen,
         own: nn.Module | None = None,
         streams: int = 1,
+        positions: int = 1,
     ):
-        self.layer, self.removed, self.seen, self.streams = layer, removed, seen, streams
+        self.layer, self.removed, self.seen, self.streams, self.positions = layer, removed, seen, streams, positions
         self.stream: ResidualStream | None = None
         stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
         stack.callback(layer.register_forward_hook(self.leave, always_call=True).remove)
@@ -270,7 +289,9 @@ class FollowedLayer:
         mark = mark_of(args[0]) if args else None
         if self.stream is None or mark is None or mark.kind not in STREAM or "mlp" not in self.stream.removed:
             return None
-        one = args[0].narrow(args[0].ndim - 2, 0, 1)  # its output is broadcast in the sum, which is not used
+        one = args[0].narrow(
+            min(self.positions, args[0].ndim - 2), 0, 1
+        )  # its output is broadcast in the sum, which is not used
         put_mark(one, mark)
         return (one, *args[1:])
 

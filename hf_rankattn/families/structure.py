@@ -107,5 +107,7 @@ def tower_of(root: nn.Module) -> Tower:
     if len(chosen) != 1:
         names = ", ".join(repr(tower.name) for tower in towers)
         given = "" if wanted is None else f", got {wanted!r}"
-        raise ValueError(f"{type(root).__name__} has {len(towers)} lists of layers: give one as `tower`, of {names}{given}.")
+        raise ValueError(
+            f"{type(root).__name__} has {len(towers)} lists of layers: give one as `tower`, of {names}{given}."
+        )
     return chosen[0]

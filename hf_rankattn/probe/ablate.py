@@ -1,7 +1,7 @@
 """Remove parts of a model inside a `with` block: its layers are followed while they run, and nothing stays on exit."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..families.architectures import base_of, family_of, layers_of
+from ..families.architectures import attending_layers, base_of, family_of, layers_of
 from ..families.projections import submodule
 from ..families.row import Family
-from ..families.stream import FollowedLayer, Mark, Sum, mark_of, misfit, put_mark
-from ..files.running import uncompiled
-from .batches import plain
+from ..families.stream import FollowedLayer, Mark, Seen, Sum, mark_of, misfit, put_mark
+from ..files.running import evaluating, uncompiled
+from .batches import first_example, plain, run
 
 
 PARTS = ("norm", "attention_skip", "identity_trick", "mlp_skip", "mlp")
@@ -68,6 +68,22 @@ def refuse_misfit(layer: nn.Module, mark: Mark | None, sums: list[Sum]) -> None:
         raise ValueError(f"no parts can be removed from {type(layer).__name__}: {reason}.")
 
 
+def misfits(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Why parts cannot be removed from layers, from one run on the first example of a batch; empty if they all can."""
+    found: dict[int, str] = {}
+    with evaluating(base_of(model)), ExitStack() as stack:
+        for number in attending_layers(model):
+            layer, family = layers_of(model)[number], family_of(model)
+            follow(layer, family, {}, lambda _, *seen, number=number: found.update({number: misfit(*seen)}), stack)
+        run(model, first_example(batch))
+    return {number: reason for number, reason in sorted(found.items()) if reason}
+
+
+def follow(layer: nn.Module, family: Family, removed: Mapping[str, Active], seen: Seen, stack: ExitStack) -> None:
+    own, positions = family.own_attention(layer), 1 if family.batch_first else 0
+    FollowedLayer(layer, removed, stack, seen, own, family.streams, positions)
+
+
 class Ablations:
     """What is removed from one model now: the union of all open blocks."""
 
@@ -96,7 +112,7 @@ class Ablations:
             if acts := active.pop("identity_trick", None):
                 replace_linear_maps(family, layer, acts, self.hooks)
             if active:
-                FollowedLayer(layer, active, self.hooks, refuse_misfit, family.own_attention(layer), family.streams)
+                follow(layer, family, active, refuse_misfit, self.hooks)
 
 
 def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Callable[[], bool]:
@@ -169,7 +185,9 @@ def ablate(
     switches = {"norm": norm, "attention_skip": attention_skip, "mlp_skip": mlp_skip, "mlp": mlp}
     names = ["identity_trick" if value == "identity_trick" else name for name, value in switches.items() if value]
     if "identity_trick" in names and not family.identity_trick:
-        raise ValueError(f"mlp='identity_trick' is for ALBERT, got a model of type {model.config.model_type}. Use mlp=True.")
+        raise ValueError(
+            f"mlp='identity_trick' is for ALBERT, got a model of type {model.config.model_type}. Use mlp=True."
+        )
     if names and getattr(model.config, "chunk_size_feed_forward", 0):
         raise ValueError(
             "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."

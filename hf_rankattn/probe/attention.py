@@ -9,10 +9,10 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import attending_layers, attention_of, family_of, is_causal, layers_of
+from ..families.architectures import attention_of, family_of, is_causal, layers_of
 from ..files.running import Inputs, evaluating
 from ..measure import cheap_metrics, spectral_metrics
-from .batches import probing, run
+from .batches import check_attending, probing, run
 from .interface import implementation, showing_layers
 from .tables import LongTable
 
@@ -108,6 +108,6 @@ def measure_attention(
         with evaluating(table.base), ExitStack() as stack:
             recorder = LayerMaps(model, metrics, mask, stack)
             run(model, batch)
-        for layer, values in zip(attending_layers(model, len(recorder.rows), "maps"), recorder.rows, strict=True):
+        for layer, values in zip(check_attending(model, len(recorder.rows), "maps"), recorder.rows, strict=True):
             table.add_heads(values, layer)
     return table.finish()

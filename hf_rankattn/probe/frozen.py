@@ -17,8 +17,8 @@ from ..files.running import evaluating
 from ..measure.norms import working
 from ..models.rank_encoder.modeling_rank_encoder import L2Norm
 from .ablate import first
-from .interface import implementation
 from .batches import plain_output
+from .interface import implementation
 from .weights import present
 
 

@@ -44,7 +44,11 @@ class Attended(NamedTuple):
         if self.mask is not None:
             logits = logits + self.mask[..., : logits.shape[-1]]
         maps = logits.softmax(-1, dtype=torch.float32)
-        if self.maps is None or self.maps.shape != maps.shape or not torch.allclose(maps, self.maps.float(), atol=1e-2):
+        if (
+            self.maps is None
+            or self.maps.shape != maps.shape
+            or not torch.allclose(maps, self.maps.float(), atol=1e-2)
+        ):
             raise ValueError(
                 f"the maps of layer {layer} are not the softmax of its queries and keys: {type(self.module).__name__} adds a "
                 "position bias or a sink to the logits. Its maps can be measured, its logits cannot."
@@ -135,7 +139,9 @@ class LayerWatch:
         self.look, self.layer, self.running, self.seen = look, -1, False, 0
         layers = dict.fromkeys(layers_of(model))
         attentions = {layer: attention_of(model, layer) for layer in layers}
-        self.own = {module for attention in attentions.values() if attention is not None for module in attention.modules()}
+        self.own = {
+            module for attention in attentions.values() if attention is not None for module in attention.modules()
+        }
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(self.enter).remove)
             stack.callback(layer.register_forward_hook(self.leave_layer(attentions[layer] is not None)).remove)

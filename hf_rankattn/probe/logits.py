@@ -7,11 +7,11 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import attending_layers, attention_of, family_of, layers_of
+from ..families.architectures import attention_of, family_of, layers_of
 from ..files.running import Inputs, evaluating
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
-from .batches import probing, run
+from .batches import check_attending, probing, run
 from .interface import Attended, showing_layers
 from .tables import LongTable
 from .weights import rank_limit
@@ -87,7 +87,7 @@ def measure_logits(
         record = LayerLogits(mask)
         with evaluating(table.base), recording(model, record):
             run(model, batch)
-        layers = attending_layers(model, len(record.rows), "queries and keys")
+        layers = check_attending(model, len(record.rows), "queries and keys")
         for layer, (spectrum, spread, width) in zip(layers, record.rows, strict=True):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread

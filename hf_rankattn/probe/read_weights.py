@@ -18,7 +18,7 @@ from ..families.architectures import attention_of, base_of, layers_of
 from ..families.projections import QueryKey, Values
 from ..families.stream import is_norm
 from ..files.running import evaluating
-from .batches import run
+from .batches import first_example, run
 from .interface import Attended, showing_layers
 
 
@@ -113,7 +113,9 @@ class Reader:
         if args[0].dtype == torch.float64 and whole(row):
             # a norm without mean returns its gain for a row of ones
             weight = getattr(module, "weight", None)
-            gain = None if weight is None else module.forward(torch.ones_like(row, dtype=weight.dtype)[None])[0].detach()
+            gain = (
+                None if weight is None else module.forward(torch.ones_like(row, dtype=weight.dtype)[None])[0].detach()
+            )
             if gain is not None:
                 self.running.gains |= dict(zip(row.long().tolist(), gain.tolist(), strict=True))
         return args[0]
@@ -151,12 +153,10 @@ def is_order(row: torch.Tensor, count: int) -> bool:
 
 def read_layouts(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[int, Layout]:
     """The layout of every layer with attention, from one forward pass on the first example of a batch."""
-    base, count = base_of(model), max(len(value) for value in batch.values())
-    one = {name: value[:1] if len(value) == count else value for name, value in batch.items()}
-    with evaluating(base), ExitStack() as stack:
+    with evaluating(base_of(model)), ExitStack() as stack:
         reader = Reader(model, stack)
         stack.enter_context(showing_layers(model, reader.look, "none"))
-        run(model, one)
+        run(model, first_example(batch))
     return reader.layouts
 
 
