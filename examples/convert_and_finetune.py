@@ -14,9 +14,10 @@ model with its tokenizer and card.
 
 from dataclasses import dataclass, field
 
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
 from hf_rankattn import convert_rank, export_model, package_text, parameter_counts, push_to_hub
+from hf_rankattn.files.batches import padded_batches
 from hf_rankattn.hub.sharing import card_of
 from hf_rankattn.training.arguments import parse_arguments, refusals
 from hf_rankattn.training.processes import check_processes, leave_processes, process_state
@@ -30,6 +31,7 @@ from hf_rankattn.training.texts import (
     text_data,
     text_results,
     text_trainer,
+    tokenizer_for,
     write_results,
 )
 
@@ -65,20 +67,11 @@ def main() -> None:
         set_seed(arguments.seed)
         data = text_data(arguments, default="word-order")
         wide = classifier(arguments.model, data.labels, arguments)
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        tokenizer = tokenizer_for(wide, arguments.model, data, arguments)
         # whole paragraphs tell more than the pieces they are cut into
         whole = package_text()[:TRAIN_TEXTS] if data.name == "word-order" else data.train["text"][:]
         texts = whole[: arguments.calibration_texts]
-        calibration = [
-            tokenizer(
-                texts[start : start + 8],
-                padding=True,
-                truncation=True,
-                max_length=arguments.max_length,
-                return_tensors="pt",
-            )
-            for start in range(0, len(texts), 8)
-        ]
+        calibration = padded_batches(tokenizer, texts, arguments.max_length)
         model = convert_rank(wide, arguments.qk_rank, calibration=calibration or None)
         run = begin_run(arguments, script="convert_and_finetune")
     if run.checkpoint:

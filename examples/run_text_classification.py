@@ -16,7 +16,7 @@ is 0 by default, so that any number of processes gives the same losses. The fold
 
 from dataclasses import dataclass, field
 
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
 from hf_rankattn import (
     RankBertConfig,
@@ -38,6 +38,7 @@ from hf_rankattn.training.texts import (
     text_data,
     text_results,
     text_trainer,
+    tokenizer_for,
     write_results,
 )
 
@@ -96,7 +97,7 @@ def main() -> None:
             model = from_scratch(arguments, tokenizer, data.labels)
         else:
             model = classifier(arguments.model, data.labels, arguments)
-            tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+            tokenizer = tokenizer_for(model, arguments.model, data, arguments)
         run = begin_run(arguments, script="run_text_classification")
     if run.checkpoint:
         log(f"going on at step {run.step} of {arguments.steps}")

@@ -111,7 +111,7 @@ def describe_error(error: BaseException) -> tuple[str, int]:
         return f"a file is not UTF-8 text: {message}.", 2
     if isinstance(error, (ConnectionError, TimeoutError)) or modules & NETWORK:
         return f"the network or the Hub did not answer as expected: {message or kind.__name__}", 2
-    if isinstance(error, (ValueError, OSError)):
+    if isinstance(error, (ValueError, OSError)) or "Symlink loop" in message:
         return message or repr(error), 2
     return f"unexpected {kind.__name__}: {message or 'no message'}", 1
 

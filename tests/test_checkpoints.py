@@ -193,12 +193,28 @@ def test_data_on_another_machine_is_not_requested_in_offline_mode(file, tmp_path
     with HubStandIn() as hub:
         for prefix in ("", "zip://x.csv::"):
             text = CONFIGS.format(path=f"{prefix}{hub.endpoint}/x.csv")
-            (tmp_path / file).write_text(f"---\n{text}---\n" if file == "README.md" else text)
+            # the comment and the byte order mark are skipped by datasets
+            (tmp_path / file).write_text(f"\ufeff---\n{text}---\n" if file == "README.md" else f"# data\n---\n{text}")
             with pytest.raises(ValueError, match="names http://127.*/x.csv as data, and offline mode"):
                 read_texts(dataset=str(tmp_path))
             with pytest.raises(ValueError, match="names http://127.*/x.csv as data, and offline mode"):
                 stored_data(str(tmp_path), TextArguments(output_dir=str(tmp_path / "out")))
         assert hub.requests == []
+
+
+def test_images_that_are_named_by_url_are_not_requested(tmp_path):
+    columns = "dataset_info:\n  features:\n  - name: text\n    dtype: string\n  - name: image\n    dtype: image\n"
+    (tmp_path / "README.md").write_text(f"---\n{columns}---\n")
+    with HubStandIn() as hub:
+        (tmp_path / "test.csv").write_text(f"text,image\nbread and water,{hub.endpoint}/x.png\n")
+        assert read_texts(dataset=str(tmp_path))[0] == ["bread and water"]
+        assert hub.requests == []
+
+
+def test_data_that_break_off_are_an_error_of_the_dataset(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"text": "bread"}\n{"text": ')
+    with pytest.raises(ValueError, match="dataset .* cannot be loaded"):
+        read_texts(dataset=str(tmp_path))
 
 
 def test_data_in_the_folder_is_read_in_offline_mode(tmp_path):

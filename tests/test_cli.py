@@ -117,6 +117,7 @@ def raising(monkeypatch):
         (ConnectionResetError(), 2, "the network or the Hub"),
         (RecursionError("maximum recursion depth exceeded"), 2, "a file is nested too deeply"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "a file is not UTF-8"),
+        (RuntimeError("Symlink loop from 'out'"), 2, "Symlink loop from 'out'\n"),
         (KeyError("layers"), 1, "unexpected KeyError: 'layers'. RANKATTN_DEBUG=1 shows the traceback.\n"),
         (AssertionError(), 1, "unexpected AssertionError: no message. RANKATTN_DEBUG=1 shows the traceback.\n"),
         (PanicException("out of bounds"), 1, "unexpected PanicException: out of bounds. RANKATTN_DEBUG=1 shows"),

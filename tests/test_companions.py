@@ -94,10 +94,11 @@ def test_what_lies_outside_is_not_copied(checkpoint, tmp_path):
     (checkpoint / "vocab.txt").symlink_to(secret)
     (checkpoint / "link").symlink_to(tmp_path / "home", target_is_directory=True)
     (checkpoint / "COPYING").symlink_to("LICENSE")
+    (checkpoint / "loop.txt").symlink_to("loop.txt")
     os.mkfifo(checkpoint / "pipe.txt")
     target = tmp_path / "target"
     copy_companions(checkpoint, target)
-    assert names_in(target) & {"vocab.txt", "link/vocab.txt", "pipe.txt", "COPYING"} == {"COPYING"}
+    assert names_in(target) & {"vocab.txt", "link/vocab.txt", "pipe.txt", "loop.txt", "COPYING"} == {"COPYING"}
     assert not any(b"key" == path.read_bytes() for path in target.rglob("*") if path.is_file())
 
 

@@ -73,6 +73,16 @@ class TestShards:
         with pytest.raises(ValueError, match="layer.1.output.dense.weight of .* holds NaN or Inf"):
             convert_shards(tmp_path / "old", tmp_path / "new", 3)
 
+    def test_a_conversion_that_overflows_is_not_written(self, tmp_path):
+        model = BERT.stock("Model")(BERT.stock_config()).half()
+        with torch.no_grad():
+            for side in ("query", "key"):
+                model.encoder.layer[1].attention.self.get_submodule(side).weight.fill_(6e4)
+        model.save_pretrained(tmp_path / "old")
+        (tmp_path / "new").mkdir()
+        with pytest.raises(ValueError, match="layer.1.*weight of the converted model holds NaN or Inf"):
+            convert_shards(tmp_path / "old", tmp_path / "new", 3)
+
     def test_only_files_of_the_folder_are_read(self, tmp_path):
         folder, outside = tmp_path / "old", tmp_path / "outside.safetensors"
         BERT.stock("Model")(BERT.stock_config()).save_pretrained(folder)

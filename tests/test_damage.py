@@ -59,6 +59,15 @@ class TestEveryTask:
                 assert same[name] == same[name.removesuffix("_of_the_original")] == cut[name]
         assert cut[leading] < 1 or cut.get("logit_error", 0) > 1e-3 or cut.get("embedding_cosine", 1) < 0.999
 
+    @pytest.mark.parametrize("suffix", ["ForSequenceClassification", "ForMaskedLM"])
+    def test_nan_is_no_answer(self, suffix, tokenizer):
+        """The largest of several NaN is the first one in both models: all labels would agree."""
+        model = sharp(BERT, suffix)
+        with torch.no_grad():
+            model.bert.encoder.layer[1].output.dense.bias[0] = torch.nan
+        with pytest.raises(ValueError, match=f"the outputs of the Bert{suffix} hold NaN or Inf"):
+            Judge(model, tokenizer, TEXTS, LIMIT)
+
 
 class TestAgainstPlainLoops:
     @torch.no_grad()

@@ -18,8 +18,9 @@ import pytest
 import torch
 from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from testing_common import FAMILIES, FAMILY_IDS
+from transformers import BertModel
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -367,7 +368,7 @@ def test_a_diverged_run_stops_and_exports_nothing(script, folder):
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:2], ids=IDS[:2])
-@pytest.mark.parametrize("file", ["run.json", "model.safetensors", "optimizer.*", "complete"])
+@pytest.mark.parametrize("file", ["run.json", "nested", "model.safetensors", "optimizer.*", "complete"])
 def test_a_damaged_run_is_refused_or_resumed_from_an_earlier_checkpoint(script, file, folder, whole):
     output = folder / f"{script.name}-damaged-{file.split('.')[0]}"
     shutil.copytree(whole(script), output)
@@ -376,6 +377,9 @@ def test_a_damaged_run_is_refused_or_resumed_from_an_earlier_checkpoint(script, 
     if file == "run.json":
         (output / file).write_text("[]")
         assert "run.json must hold the settings of a run, got []" in refused(folder, *command)
+    elif file == "nested":
+        (output / "run.json").write_text("[" * 100_000)
+        assert "run.json cannot be read: maximum recursion depth" in refused(folder, *command)
     elif file == "complete":
         (last / file).unlink()
         assert "going on at step 8 of 10" in finished(folder, *command)
@@ -402,7 +406,27 @@ def test_dropout_is_resumed_too_but_not_by_another_number_of_processes(folder):
     assert "processes" not in json.loads((folder / f"{script.name}-whole" / "run.json").read_text())
 
 
+def spoilt_checkpoints(folder):
+    """Copies of the tiny checkpoint that must not be trained."""
+    bare, strange, adapted, integers, partial = (
+        shutil.copytree(folder / "tiny", folder / name)
+        for name in ("bare", "strange", "adapted", "integers", "partial")
+    )
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    small = BertModel.from_pretrained(strange)
+    small.resize_token_embeddings(5)
+    small.save_pretrained(strange)
+    (adapted / "adapter_config.json").write_text("{}")
+    weights = load_file(folder / "tiny" / "model.safetensors")
+    query = "encoder.layer.0.attention.self.query.weight"
+    save_file({**weights, query: weights[query].to(torch.int32)}, integers / "model.safetensors")
+    del weights[query]
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_what_cannot_be_trained_leaves_no_folder(folder):
+    spoilt_checkpoints(folder)
     points, _, text, convert = SCRIPTS
     for script, arguments, line in (
         (points, ["--qk_rank", "0"], "qk_rank"),
@@ -413,7 +437,12 @@ def test_what_cannot_be_trained_leaves_no_folder(folder):
         (text, ["--dataset", "nowhere"], "--dataset nowhere cannot be loaded"),
         (text, ["--label_column", "mark"], "it has text, label"),
         (text, ["--model", "tiny"], "--qk_rank 3 is for a model from scratch"),
-        (convert, ["--model", "absent"], "--model absent cannot be loaded"),
+        (convert, ["--model", "absent"], "absent cannot be read as a checkpoint: there is no folder absent"),
+        (convert, ["--model", "bare"], "bare has no tokenizer"),
+        (convert, ["--model", "strange"], "the tokenizer does not belong to the model"),
+        (convert, ["--model", "adapted"], "adapted holds a PEFT adapter"),
+        (convert, ["--model", "integers"], "weights are floats"),
+        (convert, ["--model", "partial"], "query.weight: they would be random"),
         (convert, ["--max_length", "17"], "which has 16 positions"),
         (convert, ["--qk_rank", "0"], "qk_rank"),
     ):

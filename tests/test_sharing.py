@@ -294,6 +294,10 @@ class TestCard:
     def test_nonsense_is_refused(self):
         with pytest.raises(ValueError, match="`results` takes huggingface_hub.EvalResult objects, got 0.5"):
             model_card(BERT.rank_config(), model_class="RankBertModel", repo_id="me/x", results=[0.5])
+        fields = {"task_type": "other", "dataset_type": "x", "dataset_name": "x", "metric_type": "loss"}
+        with pytest.raises(ValueError, match="the loss is nan: cards hold finite numbers only"):
+            results = [EvalResult(**fields, metric_value=np.float32("nan"))]
+            model_card(BERT.rank_config(), model_class="RankBertModel", repo_id="me/x", results=results)
         with pytest.raises(ValueError, match="configuration of a rank model, got a BertConfig"):
             model_card(BERT.stock_config(), model_class="BertModel", repo_id="me/x")
 

@@ -1,6 +1,8 @@
 """Small models with logits that matter, for the tests of rank conversion."""
 
+import numpy as np
 import torch
+from scipy.optimize import minimize
 from testing_common import attention_modules, float_tensors, tiny_inputs
 
 
@@ -97,29 +99,21 @@ def own_text_error(old_rows, new_rows) -> float:
 
 
 def best_by_brute_force(rows, rank, starts=3) -> float:
-    """The smallest error that any factors of this rank leave, by L-BFGS from random starts; shares no code with the library."""
-    form = rows[0][2]
-    x = torch.stack([row[0] for row in rows])
-    longest = max(len(row[1]) for row in rows)
-    y = torch.stack([torch.nn.functional.pad(row[1], (0, 0, 0, longest - len(row[1]))) for row in rows])
-    weights = torch.stack([(torch.arange(longest) < len(row[1])).double() / len(row[1]) for row in rows])
+    """The smallest error that any factors of this rank leave, by BFGS from random starts; shares no code with the library."""
+    form, queries = rows[0][2].numpy(), torch.stack([row[0] for row in rows]).numpy()
+    covariances = np.stack([np.cov(keys.numpy().T, bias=True) for _, keys, _ in rows])
+    cut = len(form) * rank
+
+    def error_and_gradient(flat):
+        left, right = flat[:cut].reshape(-1, rank), flat[cut:].reshape(-1, rank)
+        change = queries @ (form - left @ right.T)
+        moved = np.einsum("nab,nb->na", covariances, change)
+        slope = -2 * queries.T @ moved
+        return (change * moved).sum(), np.concatenate([(slope @ right).ravel(), (slope.T @ left).ravel()])
+
     found = []
     for start in range(starts):
-        generator = torch.Generator().manual_seed(start)
-        factors = [torch.randn(n, rank, generator=generator, dtype=form.dtype).requires_grad_() for n in form.shape]
-        optimizer = torch.optim.LBFGS(factors, max_iter=400, history_size=30, line_search_fn="strong_wolfe")
-
-        def loss():
-            change = ((x @ (form - factors[0] @ factors[1].T))[:, None] * y).sum(-1)  # noqa: B023
-            centred = change - (weights * change).sum(-1, keepdim=True)
-            return (weights * centred.square()).sum()
-
-        def closure():
-            optimizer.zero_grad()  # noqa: B023
-            value = loss()  # noqa: B023
-            value.backward()
-            return value
-
-        optimizer.step(closure)
-        found.append(float(loss().detach()))
+        factors = np.random.default_rng(start).normal(scale=0.5, size=sum(form.shape) * rank)
+        options = {"maxiter": 5000, "gtol": 1e-6}
+        found.append(minimize(error_and_gradient, factors, jac=True, method="BFGS", options=options).fun)
     return min(found)

@@ -115,8 +115,17 @@ class Task:
         return {**found, **with_original("accuracy", before == truth, after == truth)}
 
     def answers(self, model: PreTrainedModel) -> torch.Tensor:
+        found = []
         with evaluating(model):
-            return torch.cat([self.read(model(**inputs), batch) for inputs, batch in self.inputs(model)])
+            for inputs, batch in self.inputs(model):
+                output = model(**inputs)
+                if not bool(torch.isfinite(output[0]).all()):
+                    raise ValueError(
+                        f"the outputs of the {type(model).__name__} hold NaN or Inf, so they cannot be compared. Check "
+                        "the weights, or run the model in float32 or bfloat16."
+                    )
+                found.append(self.read(output, batch))
+        return torch.cat(found)
 
     def inputs(self, model: PreTrainedModel) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
         """The inputs of the model in each batch, and the whole batch."""

@@ -145,11 +145,12 @@ class Checkpoint:
                 new, shares[module] = part.narrow(ranks[part.entry], seed)
                 tensors.update({own[name]: tensor for name, tensor in new.items()})
         for name in names:
-            if name not in tensors:
+            made = name in tensors
+            if not made:
                 tensors[name] = self.tensors[name].read()
-                if not all_finite(tensors[name]):
-                    file = self.tensors[name].file
-                    raise ValueError(f"{name} of {file} holds NaN or Inf: the model is not converted.")
+            if not all_finite(tensors[name]):
+                where = "the converted model" if made else self.tensors[name].file
+                raise ValueError(f"{name} of {where} holds NaN or Inf: the model is not converted.")
         return tensors, shares
 
 

@@ -30,7 +30,7 @@ REPLACED = f".{MACHINE}.rankattn-replaced"  # holds the old result while the new
 def is_own_file(path: Path, folder: Path) -> bool:
     """Whether `path` is a regular file inside `folder` (resolved), or a link of the Hub cache to its blobs."""
     roots = (folder, folder.parent.parent / "blobs") if folder.parent.name == "snapshots" else (folder,)
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for a loop of links
     return target.is_file() and any(root in target.parents for root in roots)
 
 

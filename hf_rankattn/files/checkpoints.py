@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import DatasetCard
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -223,8 +224,8 @@ def data_source(name: str) -> str:
         return name
     for path in (Path(name, "README.md"), Path(name, ".huggingface.yaml")) if config.HF_HUB_OFFLINE else ():
         if path.is_file():
-            text = path.read_text(encoding="utf-8")
-            card = DatasetCard(f"---\n{text}\n---\n" if path.suffix == ".yaml" else text, ignore_metadata_errors=True)
-            if found := URL.search(json.dumps(card.data.get("configs"), default=str)):
+            # parsed as datasets parses them, so that both find the same fields
+            fields = DatasetCard.load(path).data if path.suffix == ".md" else yaml.safe_load(path.read_text("utf-8"))
+            if found := URL.search(json.dumps((fields or {}).get("configs"), default=str)):
                 raise ValueError(f"{path} names {found[0]} as data, and offline mode (HF_HUB_OFFLINE) is on.")
     return str(Path(name).resolve())

@@ -1,5 +1,6 @@
 """Cards of models and datasets. They contain measured numbers only."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,9 @@ def model_card(
         raise ValueError(f"`results` takes huggingface_hub.EvalResult objects, got {strangers[0]!r}.")
     datasets = [datasets] if isinstance(datasets, str) else list(datasets)
     results = [replace(result, metric_value=plain_number(result.metric_value)) for result in results]
+    for result in results:
+        if isinstance(result.metric_value, float) and not math.isfinite(result.metric_value):
+            raise ValueError(f"the {result.metric_type} is {result.metric_value}: cards hold finite numbers only.")
     pipeline = "sentence-similarity" if sentence_transformers else pipeline_of(model_class)
     reads_text = not hasattr(config, "input_dim")
     data = ModelCardData(

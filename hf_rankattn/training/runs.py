@@ -148,7 +148,7 @@ def check_checkpoint(checkpoint: Path) -> None:
                     pass
             elif path.suffix in (".bin", ".pkl", ".pt", ".pth") and not zipfile.is_zipfile(path):
                 raise ValueError("it is not a file of torch.save")
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read ({error}).") from error
 
 
@@ -156,7 +156,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise a ValueError that names what differs between a run and what was asked for."""
     try:
         there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / SETTINGS} cannot be read: {error}.") from error
     if not isinstance(there, dict):
         raise ValueError(

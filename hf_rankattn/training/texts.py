@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 from huggingface_hub import EvalResult
-from transformers import (
-    AutoConfig,
-    DataCollatorWithPadding,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainingArguments
 
 from .. import models
-from ..files.checkpoints import data_source
+from ..files.batches import check_tokens, padded_batches
+from ..files.checkpoints import data_source, load_config, load_model, load_tokenizer
 from ..files.texts import package_text
 from ..files.texts.key_value import VALUES, key_value_rows
 from ..files.texts.word_order import LABELS, word_order_rows
@@ -103,7 +97,7 @@ def rows_of(parts: list[list[dict[str, str | int]]]) -> tuple[datasets.Dataset, 
 def stored_data(name: str, arguments: TextArguments) -> TextData:
     try:
         splits = datasets.load_dataset(data_source(name), arguments.dataset_config)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # of datasets, in many types
         raise ValueError(f"--dataset {name} cannot be loaded: {error}") from error
     held_out = next((split for split in ("test", "validation") if split in splits), None)
     if "train" not in splits:
@@ -156,35 +150,29 @@ def rows_of_run(rows: datasets.Dataset, arguments: RunArguments) -> datasets.Dat
     return rows.select(np.concatenate(passes)[:wanted])
 
 
-def with_dropout(config: PreTrainedConfig, dropout: float) -> PreTrainedConfig:
-    for name in DROPOUT:
-        if getattr(config, name, None) is not None:
-            setattr(config, name, dropout)
-    return config
-
-
 def classifier(name: str, labels: list[str], arguments: TextArguments) -> PreTrainedModel:
     """A checkpoint of BERT, ALBERT or XLNet, stock or with a rank of its own, as a rank model that classifies texts."""
-    try:
-        model_type = AutoConfig.from_pretrained(name).model_type
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {name} cannot be loaded: {error}") from error
-    family = FAMILIES.get(model_type.removeprefix("rank_"))
+    config = load_config(name)
+    family = FAMILIES.get(config.model_type.removeprefix("rank_"))
     if family is None:
-        raise ValueError(f"--model {name} is a {model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
-    kind = getattr(models, f"{family}ForSequenceClassification")
-    config = kind.config_class.from_pretrained(
-        name, id2label=dict(enumerate(labels)), label2id={label: index for index, label in enumerate(labels)}
-    )
+        raise ValueError(f"--model {name} is a {config.model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
     longest = getattr(config, "max_position_embeddings", None) or 0
     if 0 < longest < arguments.max_length:  # XLNet's is -1, as it has no positions to run out of
         raise ValueError(
             f"--max_length {arguments.max_length} is beyond --model {name}, which has {longest} positions."
         )
-    try:
-        return kind.from_pretrained(name, config=with_dropout(config, arguments.dropout), use_safetensors=True)
-    except OSError as error:
-        raise ValueError(f"--model {name} cannot be loaded: {error}") from error
+    kind = getattr(models, f"{family}ForSequenceClassification")
+    fields: dict[str, Any] = {key: arguments.dropout for key in DROPOUT if getattr(config, key, None) is not None}
+    fields |= {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
+    needed = f"{kind.base_model_prefix}."
+    return load_model(name, config, kind, needed=lambda key: key.startswith(needed) and "pooler" not in key, **fields)
+
+
+def tokenizer_for(model: PreTrainedModel, name: str, data: TextData, arguments: TextArguments):
+    """The tokenizer of a checkpoint, tried on some of the texts."""
+    tokenizer = load_tokenizer(name, padding_side=None)
+    check_tokens(tokenizer, padded_batches(tokenizer, data.train["text"][:64], arguments.max_length), model.config)
+    return tokenizer
 
 
 def accuracy(prediction) -> dict[str, float]:

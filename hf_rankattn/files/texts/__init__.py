@@ -88,16 +88,18 @@ def read_texts(
     return texts, source
 
 
-def dataset_texts(name: str, split: str, column: str | None) -> Iterable[str]:
+def dataset_texts(name: str, split: str, column: str | None) -> Iterator[str]:
     rows = stream_rows(name, split)
-    strings = text_columns(rows)
+    with dataset_errors(name, split):
+        strings = text_columns(rows)
     there_are = f"its text columns are {', '.join(strings)}" if strings else "it has no text column"
     if column is None and len(strings) != 1:
         raise ValueError(f"give `column`, the column of {name} to read: {there_are}.")
     column = column or strings[0]
     if column not in strings:
         raise ValueError(f"{name} has no text column {column!r}: {there_are}.")
-    return (row.get(column) or "" for row in rows)
+    with dataset_errors(name, split):
+        yield from (row.get(column) or "" for row in rows)
 
 
 @contextmanager
@@ -110,12 +112,13 @@ def dataset_errors(name: str, split: str) -> Iterator[None]:
 
 
 def stream_rows(name: str, split: str) -> "IterableDataset":
-    """The rows of a split of a dataset, a folder or a Hub name, read lazily."""
+    """The rows of a split of a dataset, a folder or a Hub name, read lazily. Images and sounds are not decoded."""
     from datasets import load_dataset
 
-    source = data_source(name)
     with dataset_errors(name, split):
-        return load_dataset(source, split=split, streaming=True)
+        rows = load_dataset(data_source(name), split=split, streaming=True)
+        # to decode an image, datasets would request it if it is named by URL
+        return rows if rows.features is None else rows.decode(False)
 
 
 def text_columns(rows: "IterableDataset") -> list[str]:

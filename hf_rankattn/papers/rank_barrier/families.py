@@ -227,7 +227,7 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
                 lambda row: f"effective rank {row.effective_rank:.0f}, content-free {row.free_effective_rank:.0f}",
             ),
             (decoders.effective_rank / decoders.free_effective_rank).between(1 / CLOSE, CLOSE).all(),
-            f"Required: the effective rank of such rows within a factor {CLOSE:g}. Content changes it by more where that fails.",
+            f"Required: the effective rank of such rows within a factor {CLOSE:g}. Where the effective rank is larger, content adds the rest.",
         ),
         published(
             "The barrier shows in initialised models: numerical rank (tolerance 0.01) and argmax coverage over n, first layer",

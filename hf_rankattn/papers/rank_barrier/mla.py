@@ -188,7 +188,7 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
                 for row in checked.drop_duplicates(["nope", "rope", "kv", "q"]).itertuples()
             ),
             (fits & (table.key_rank == table.keys_rule)).all(),
-            f"Content, rotary, kv latent, q latent; all {len(table)} random models agree exactly.",
+            f"Required: equal in all {len(table)} random models. In brackets content, rotary, kv latent, q latent.",
         ),
         ours(
             "Rotary positions raise the rank of the logits above that of the form where the query latent is narrow",
@@ -198,7 +198,7 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
             )
             or "no narrow latent here",
             len(content),
-            "They turn the queries after their latent, so it bounds the content part alone.",
+            "Required: a model with a higher rank. They turn the queries after their latent, so it bounds the content part alone.",
         ),
     ]
     n, column = int(swept.n.iloc[0]), "argmax_coverage_none_1"
@@ -244,7 +244,7 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
                 "At DeepSeek-V3's own widths (128 + 64, latents 512 and 1536, hidden 7168) a head has query-key rank 192",
                 f"{row.logit_rank:.0f}; hard maps {free:.2f} n, causal {causal:.2f} n (n {int(row.n)})",
                 row.logit_rank == 192,
-                "kv_lora_rank limits the keys of all heads together, not those of one.",
+                "Required: 192. kv_lora_rank limits the keys of all heads together, not those of one.",
             )
         )
     return found

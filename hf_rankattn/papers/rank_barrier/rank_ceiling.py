@@ -344,7 +344,7 @@ def width_claims(table: pd.DataFrame) -> Iterator[Claim]:
         f"With keys of unit length (QK-norm) width {small} is enough for 96 % of the ceiling, whatever n",
         ", ".join(f"n {n}: {share['unit', n, small]:.2f}" for n in sizes),
         all(share["unit", n, small] > 0.96 for n in sizes),
-        "What keeps narrow heads low is the spread of the lengths of their keys.",
+        "Required: more than 0.96 for every n. What keeps narrow heads low is the spread of the lengths of their keys.",
     )
     yield ours(
         "Mean-field coverage predicts the simulated rank, widths from 8",

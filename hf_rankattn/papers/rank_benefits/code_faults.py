@@ -167,13 +167,13 @@ def claims(table, scale: str) -> Iterator[Claim]:
         "workers are seeded with seed + worker: share of the streams that two neighbouring seeds have in common",
         f"{numbers.shared_with:.2f} with it, {numbers.shared_without:g} without",
         bool(numbers.shared_without == 0),
-        source,
+        f"Required: 0 without it. {source}",
     )
     yield fault(
         "concatenated positions get more parameters than the others: all weights of a layer over those of no positions",
         f"{numbers.budget_with:.2f} times with it, {numbers.budget_without:.2f} without",
         bool(numbers.budget_with > 1.5 and abs(numbers.budget_without - 1) < 0.1),
-        "Its queries and keys alone have 4 times as many.",
+        "Required: above 1.5 with it, within 0.1 of 1 without. Its queries and keys alone have 4 times as many.",
     )
     yield fault(
         "the floor of the learning rate, lr // 10, is a whole division: the last rate for lr 0.01",
@@ -185,5 +185,5 @@ def claims(table, scale: str) -> Iterator[Claim]:
         "the norm divides by the length of a vector without an epsilon: what becomes of zero",
         f"{'no number' if nan else 'a number'} with it, {numbers.norm_without:g} without",
         bool(np.isfinite(numbers.norm_without)),
-        source,
+        f"Required: a number without it. {source}",
     )

@@ -192,6 +192,6 @@ def theory_claims(table: pd.DataFrame) -> Iterator[Claim]:
         f"(gamma {first.gamma:.2f}), {first.published_bound_v1:.2g} (gamma 1), {first.sharp_bound:.2g} (ours); violations in "
         f"{len(bound)} layers: {violations}",
         bool((bound[names].ge(bound.measured, axis=0)).all(axis=None)),
-        "True, and vacuous: the bounds are above the residual that enters, though collapse is immediate. With gamma = 1 the "
-        "bound is false in general: for 16,385 tokens there is a layer with at least 79.9 where it says 58.8.",
+        "Required: no violation. The bounds are vacuous: they are above the residual that enters, though collapse is immediate. "
+        "With gamma = 1 the bound is false in general: for 16,385 tokens there is a layer with at least 79.9 where it says 58.8.",
     )

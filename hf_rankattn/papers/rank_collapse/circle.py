@@ -159,17 +159,17 @@ def gap_figure(table: pd.DataFrame) -> Figure:
 CLAIMS = {
     "attention alone": (
         "Without a skip the two points fall together",
-        "Every run must be together after 20 steps.",
+        "Required: every run together after 20 steps.",
         "The published code leaves the skip inside of the layer: whether it collapses depends on seed and width.",
     ),
     "attention + MLP": (
         "An MLP keeps the two points apart",
-        "Every run must be apart at the end. In the published code the skip inside of the layer stays, and it keeps them apart.",
+        "Required: every run apart at the end. In the published code the skip inside of the layer stays, and it keeps them apart.",
         "The skip inside of the layer is there, too.",
     ),
     "attention + skip": (
         "A skip keeps the two points apart",
-        "Every run must be apart at the end; whether one is depends on seed and width.",
+        "Required: every run apart at the end. Whether a run stays apart depends on its seed and width.",
         "The published skip adds the batch before in training, and sums all outputs when it is run.",
     ),
 }
