@@ -14,7 +14,8 @@ from .projections import (
     show_relative,
     submodule,
 )
-from .row import Edit, Family, Feed, Idle, MLPPaths, PassInput, Return, ZeroInput, ZeroOutput, position_limit
+from .row import Family, MLPPaths, position_limit
+from .structure import self_attention, tower_of
 
 
 def bert_like(name: str, *model_types: str, **row: Any) -> Family:
@@ -31,60 +32,13 @@ def bert_like(name: str, *model_types: str, **row: Any) -> Family:
             "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"
         ),
         mlp=MLPPaths("intermediate.dense", "output.dense", "intermediate.intermediate_act_fn"),
-        edits={
-            "attention_skip": (ZeroInput("attention.output", 1),),
-            "mlp": (Idle("intermediate"), PassInput("output", 1)),
-            "mlp_skip": (ZeroInput("output", 1),),
-            "norm": (PassInput("attention.output.LayerNorm"), PassInput("output.LayerNorm")),
-        },
         **row,
     )
 
 
-def post_norm(
-    name: str,
-    *model_types: str,
-    attended: str,
-    updated: str,
-    norms: tuple[str, str],
-    idle: str,
-    edits: dict[str, tuple[Edit, ...]] | None = None,
-    **row: Any,
-) -> Family:
-    """A family with a module between each sum and the next; `idle` is the start of the MLP, `edits` replace the usual ones."""
-    usual: dict[str, tuple[Edit, ...]] = {
-        "attention_skip": (Feed(attended, norms[0]),),
-        "mlp": (Idle(idle), Return(norms[0], norms[1])),
-        "mlp_skip": (Feed(updated, norms[1]),),
-        "norm": (PassInput(norms[0]), PassInput(norms[1])),
-    }
+def pre_norm(name: str, *model_types: str, attention: str, **row: Any) -> Family:
     return Family(
-        name=name,
-        model_types=model_types,
-        attended=attended,
-        updated=updated,
-        attention_norm=norms[0],
-        mlp_norm=norms[1],
-        edits=usual | (edits or {}),
-        **row,
-    )
-
-
-def pre_norm(name: str, *model_types: str, attention: str, norms: tuple[str, str], **row: Any) -> Family:
-    """A family whose layers add to the stream in their own code, with no module between one sum and the next."""
-    reason = "its layers add to the residual stream in their own code, with no module to hook between"
-    return Family(
-        name=name,
-        model_types=model_types,
-        attention=attention,
-        attended=attention,
-        updated="mlp",
-        attention_norm=norms[0],
-        mlp_norm=norms[1],
-        norm="pre",
-        edits={"mlp": (Idle("mlp"), ZeroOutput("mlp")), "norm": tuple(PassInput(norm) for norm in norms)},
-        notes={"attention_skip": reason, "mlp_skip": reason},
-        **row,
+        name=name, model_types=model_types, attention=attention, attended=attention, updated="mlp", norm="pre", **row
     )
 
 
@@ -93,7 +47,7 @@ def albert_groups(config) -> list[int]:
     return [int(layer / per_group) for layer in range(config.num_hidden_layers)]
 
 
-LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 TABLE = (
     bert_like("BERT", "bert", "rank_bert", rank_twin="RankBert", cross_attention="crossattention.self"),
     bert_like(
@@ -104,36 +58,35 @@ TABLE = (
         longest=lambda config: config.max_position_embeddings - config.pad_token_id - 1,
     ),
     bert_like("ELECTRA", "electra"),
-    post_norm(
-        "ALBERT",
-        *("albert", "rank_albert"),
+    Family(
+        name="ALBERT",
+        model_types=("albert", "rank_albert"),
         layers="encoder.albert_layer_groups.*.albert_layers",
         groups=albert_groups,
         attention="attention",
         attended="attention.output_dropout",
         updated="ffn_output",
-        norms=("attention.LayerNorm", "full_layer_layer_norm"),
-        idle="ffn",
+        attention_norm="attention.LayerNorm",
+        mlp_norm="full_layer_layer_norm",
         projections=LinearProjections("attention.query", "attention.key", "attention.value", "attention.dense"),
         mlp=MLPPaths("ffn", "ffn_output", "activation"),
-        edits={"identity_trick": (Idle("ffn"), Return("attention", "ffn_output", function="activation"))},
+        identity_trick=True,
         pool=lambda base, states: base.pooler_activation(base.pooler(states[:, 0])),
         rank_twin="RankAlbert",
     ),
-    post_norm(
-        "XLNet",
-        *("xlnet", "rank_xlnet"),
+    Family(
+        name="XLNet",
+        model_types=("xlnet", "rank_xlnet"),
         layers="layer",
         attention="rel_attn",
         attended="rel_attn.dropout",
         updated="ff.dropout",
-        norms=("rel_attn.layer_norm", "ff.layer_norm"),
-        idle="ff.layer_1",
+        attention_norm="rel_attn.layer_norm",
+        mlp_norm="ff.layer_norm",
         projections=RelativeProjections("rel_attn"),
         mlp=MLPPaths("ff.layer_1", "ff.layer_2", "ff.activation_function"),
-        # both streams are normed before the MLP of the first, so the last output of the norm is that of the other stream
-        edits={"mlp": (Idle("ff.layer_1"), PassInput("ff"))},
         batch_first=False,
+        streams=2,
         maps="dropout",
         causal=lambda config: config.attn_type == "uni",
         num_heads="n_head",
@@ -158,24 +111,20 @@ TABLE = (
             "attention.query", "attention.key", "attention.value", "attention.output", "attention.output_scale"
         ),
         mlp=MLPPaths("mlp.up", "mlp.down", "mlp.activation"),
-        edits={
-            "attention_skip": (PassInput("attention_skip", 1),),
-            "mlp": (Idle("mlp"), PassInput("mlp_skip", 0), PassInput("mlp_norm")),
-            "mlp_skip": (PassInput("mlp_skip", 1),),
-            "norm": (PassInput("attention_norm"), PassInput("mlp_norm")),
-        },
         longest=lambda config: None if config.position == "none" else position_limit(config),
         show_query_key=show_projected,
+        fused=True,
+        maps="output",
     ),
-    post_norm(
-        "DistilBERT",
-        "distilbert",
+    Family(
+        name="DistilBERT",
+        model_types=("distilbert",),
         layers="transformer.layer",
         attention="attention",
         attended="attention",
         updated="ffn",
-        norms=("sa_layer_norm", "output_layer_norm"),
-        idle="ffn",
+        attention_norm="sa_layer_norm",
+        mlp_norm="output_layer_norm",
         projections=LinearProjections("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
         mlp=MLPPaths("ffn.lin1", "ffn.lin2", "ffn.activation"),
     ),
@@ -184,7 +133,8 @@ TABLE = (
         "vit",
         layers="layers",
         attention="attention",
-        norms=("layernorm_before", "layernorm_after"),
+        attention_norm="layernorm_before",
+        mlp_norm="layernorm_after",
         final_norm="layernorm",
         projections=LinearProjections("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
         mlp=MLPPaths("mlp.fc1", "mlp.fc2", "mlp.activation_fn"),
@@ -194,7 +144,8 @@ TABLE = (
         "gpt2",
         layers="h",
         attention="attn",
-        norms=("ln_1", "ln_2"),
+        attention_norm="ln_1",
+        mlp_norm="ln_2",
         final_norm="ln_f",
         projections=FusedProjections("attn.c_attn", "attn.c_proj"),
         mlp=MLPPaths("mlp.c_fc", "mlp.c_proj", "mlp.act"),
@@ -205,7 +156,7 @@ TABLE = (
         *("llama", "qwen2", "qwen3", "mistral"),
         layers="layers",
         attention="self_attn",
-        norms=LLAMA_NORMS,
+        **LLAMA_NORMS,
         final_norm="norm",
         projections=LinearProjections("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         causal=lambda config: True,
@@ -216,7 +167,7 @@ TABLE = (
         "deepseek_v3",
         layers="layers",
         attention="self_attn",
-        norms=LLAMA_NORMS,
+        **LLAMA_NORMS,
         final_norm="norm",
         value_norm="self_attn.kv_a_layernorm",
         projections=LatentProjections("self_attn", "self_attn.o_proj"),
@@ -227,13 +178,23 @@ TABLE = (
 
 
 def family_of(model: PreTrainedModel | PreTrainedConfig) -> Family:
-    """The row of a model, or a `ValueError` that lists the rows there are."""
+    """The row of a model, or a `Family` with nothing but the name for a model whose structure is read."""
     model_type = getattr(getattr(model, "config", model), "model_type", None)
     for family in TABLE:
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(name for family in TABLE for name in family.model_types))
-    raise ValueError(f"no row for model type {model_type!r} ({type(model).__name__}); these have one: {known}.")
+    return Family(name=str(model_type), model_types=(str(model_type),))
+
+
+def listed(model: PreTrainedModel, what: str) -> Family:
+    """The row of a model in the table; a `ValueError` if `what` needs more than can be read off a structure."""
+    family = family_of(model)
+    if not family.layers:
+        known = ", ".join(sorted(name for row in TABLE for name in row.model_types))
+        raise ValueError(
+            f"{what} need a row in the table of architectures, and {family.name!r} has none; these have one: {known}."
+        )
+    return family
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -245,7 +206,8 @@ def layer_groups(model: PreTrainedModel) -> tuple[list[list[nn.Module]], list[in
     """Groups of layers, and which group runs at each depth. Where layers are not shared, each is a group of its own."""
     family, base = family_of(model), base_of(model)
     if family.groups is None:
-        groups = [[layer] for layer in submodule(base, family.layers)]
+        layers = submodule(base, family.layers) if family.layers else tower_of(base).layers
+        groups = [[layer] for layer in layers]
         return groups, list(range(len(groups)))
     outer, inner = family.layers.split(".*.")
     return [list(getattr(group, inner)) for group in submodule(base, outer)], family.groups(base.config)
@@ -258,5 +220,19 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def attention_of(model: PreTrainedModel, layer: nn.Module) -> Any:
-    """The attention module of a layer."""
-    return submodule(layer, family_of(model).attention)
+    """The attention module of a layer; None for a layer without one."""
+    family = family_of(model)
+    return submodule(layer, family.attention) if family.attention else self_attention(layer)
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether tokens see only the tokens before them."""
+    if (family := family_of(model)).layers:
+        return bool(family.causal(model.config))
+    found = [attention_of(model, layer) for layer in layers_of(model)]
+    return any(bool(getattr(attention, "is_causal", False)) for attention in found)
+
+
+def attending_layers(model: PreTrainedModel) -> list[int]:
+    """The numbers of the layers with softmax attention; all but those of hybrids with state-space or linear layers."""
+    return [number for number, layer in enumerate(layers_of(model)) if attention_of(model, layer) is not None]

@@ -50,6 +50,17 @@ def entropy_of(maps: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return -logs.mul_(maps).sum((-2, -1)) / real.sum(-1)
 
 
+SINK = 0.3  # the mean weight from which a column counts as an attention sink (arXiv 2410.10781)
+
+
+def sink_of(maps: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The mean weight that real rows put on the first real token, and whether it is above 0.3, (...)."""
+    first = real.to(torch.uint8).argmax(-1, keepdim=True)  # padding can be on the left
+    column = maps.gather(-1, first[..., None, :].expand(*maps.shape[:-1], 1))[..., 0]
+    mass = column.sum(-1) / real.sum(-1)
+    return {"sink_mass": mass, "sink_rate": (mass > SINK).to(mass.dtype)}
+
+
 def spectral_metrics(
     maps: torch.Tensor, mask: torch.Tensor | None = None, rtol: float = 1e-2, energy: float = 0.9
 ) -> dict[str, torch.Tensor]:
@@ -64,7 +75,9 @@ def spectral_metrics(
         energy (`float`, *optional*, defaults to 0.9): The share of squared singular values that `energy_rank` keeps.
 
     Returns `numerical_rank`, `effective_rank` (exponential of the entropy of the singular values, not of their squares),
-    `stable_rank`, `participation_ratio` (of the squared singular values), `energy_rank`, `argmax_coverage`, `row_entropy`.
+    `stable_rank`, `participation_ratio` (of the squared singular values), `energy_rank`, `argmax_coverage`, `row_entropy`,
+    `spectral_gap` (the second singular value over the first: 0 if all rows are equal), `sink_mass` (the mean weight on the
+    first real token) and `sink_rate` (1 if that is above 0.3, else 0; the mean over heads is the published sink rate).
 
     >>> {name: round(value.item(), 4) for name, value in spectral_metrics(torch.eye(4)).items()}["effective_rank"]
     4.0
@@ -73,7 +86,9 @@ def spectral_metrics(
     with one_thread(maps):
         singular = torch.linalg.svdvals(maps)
     metrics = spectrum_metrics(singular, rtol, energy)
-    return {**metrics, "argmax_coverage": coverage_of(maps, real), "row_entropy": entropy_of(maps, real)}
+    metrics |= {"argmax_coverage": coverage_of(maps, real), "row_entropy": entropy_of(maps, real)}
+    second = singular[..., 1] if singular.shape[-1] > 1 else torch.zeros_like(singular[..., 0])
+    return {**metrics, "spectral_gap": second / singular[..., 0], **sink_of(maps, real)}
 
 
 def spectrum_metrics(singular: torch.Tensor, rtol: float = 1e-2, energy: float = 0.9) -> dict[str, torch.Tensor]:
@@ -134,7 +149,24 @@ def cheap_piece(maps: torch.Tensor, real: torch.Tensor, steps: int) -> dict[str,
         "participation_ratio": trace.square() / torch.linalg.vector_norm(gram, dim=(-2, -1)).square(),
         "argmax_coverage": coverage_of(maps, real),
         "row_entropy": entropy_of(maps, real),
+        **sink_of(maps, real),
     }
+
+
+@full_precision()
+def states_effective_rank(states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Effective rank of token states (..., n, d): the exponential of the entropy of their singular values, (...).
+
+    The singular values are roots of the eigenvalues of the smaller Gram matrix, in float64, which is many times faster.
+    """
+    states = drop_rows(working(states), mask).double()
+    gram = states @ states.mT if states.shape[-2] <= states.shape[-1] else states.mT @ states
+    with one_thread(gram):
+        singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    # eigenvalues are exact to rounding relative to the largest, and rounding is no rank
+    floor = singular[..., -1:] * gram.shape[-1] ** 0.5 * torch.finfo(gram.dtype).eps ** 0.5
+    singular = torch.where(singular > floor, singular, 0)
+    return torch.special.entr(singular / singular.sum(-1, keepdim=True)).sum(-1).exp()
 
 
 @full_precision()

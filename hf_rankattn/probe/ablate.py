@@ -1,7 +1,7 @@
-"""Remove parts of a model inside a `with` block: hooks on its modules, removed on exit."""
+"""Remove parts of a model inside a `with` block: its layers are followed while they run, and nothing stays on exit."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..families.architectures import base_of, family_of, layers_of
+from ..families.architectures import attending_layers, base_of, family_of, layers_of
 from ..families.projections import submodule
-from ..families.row import Edit, Feed, Idle, PassInput, Return, ZeroInput, ZeroOutput
-from ..files.running import uncompiled
-from .batches import plain
+from ..families.row import Family
+from ..families.stream import FollowedLayer, Mark, Seen, Sum, mark_of, misfit, put_mark
+from ..files.running import evaluating, uncompiled
+from .batches import first_example, plain, run
 
 
-# The order in which hooks are added, and so run: the edit of the skip around an MLP sees the result of the identity trick, and
-# the edit that removes the whole sublayer is the last.
-ORDER = ("norm", "attention_skip", "identity_trick", "mlp_skip", "mlp")
+PARTS = ("norm", "attention_skip", "identity_trick", "mlp_skip", "mlp")
 Removed = dict[str, set[int]]
+Active = Callable[[], bool]
 
 
 class Depth:
@@ -42,47 +42,46 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def install(edit: Edit, layer: nn.Module, positions: int, active: Callable[[], bool], stack: ExitStack) -> None:
-    """Add the hooks of one edit to a layer. Its states have tokens on axis `positions`; the hooks act while `active()`."""
-    targets = [edit.source, edit.target] if isinstance(edit, Feed | Return) else [edit.module]
-    modules = [submodule(layer, path) for path in targets]
-    if any(module is None for module in modules):
-        return  # this part is switched off in the config
-    source, module = modules[0], modules[-1]
-    last: dict[str, torch.Tensor] = {}
+def replace_linear_maps(family: Family, layer: nn.Module, active: Active, stack: ExitStack) -> None:
+    """The identity trick: the MLP returns its activation function of the attended states, with `mlp` as in the row."""
+    assert family.mlp is not None
+    attended: list[torch.Tensor] = []
 
-    def remember(_, args, output):
-        last["output"] = first(output)
+    def remember(module, args, output):
+        attended[:] = [first(output)]
 
-    def replace_argument(_, args, kwargs):
+    def replace(module, args, output):
+        states = attended.pop()
         if not active():
             return None
-        if isinstance(edit, Feed):
-            return (last.pop("output"), *args[1:]), kwargs
-        if isinstance(edit, Idle):  # the output of one token is broadcast in the sum, which is not used
-            return (args[0].narrow(positions, 0, 1), *args[1:]), kwargs
-        assert isinstance(edit, ZeroInput)
-        changed = list(args)
-        changed[edit.argument] = torch.zeros_like(changed[edit.argument])
-        return tuple(changed), kwargs
+        alias = states.view_as(states)
+        if mark := mark_of(states):  # the sums inside of the activation function are no residual sums
+            put_mark(alias, Mark("mlp", mark.sums))
+        return submodule(layer, family.mlp.activation)(alias)
 
-    def replace_output(_, args, output):
-        if not active():
-            return None
-        if isinstance(edit, PassInput):
-            return args[edit.argument]
-        if isinstance(edit, ZeroOutput):
-            return torch.zeros_like(output)
-        assert isinstance(edit, Return)
-        states = last.pop("output")
-        return submodule(layer, edit.function)(states) if edit.function else states
+    stack.callback(submodule(layer, family.attention).register_forward_hook(remember).remove)
+    stack.callback(submodule(layer, family.mlp.down).register_forward_hook(replace).remove)
 
-    if isinstance(edit, Feed | Return):
-        stack.callback(source.register_forward_hook(remember).remove)
-    if isinstance(edit, Feed | ZeroInput | Idle):
-        stack.callback(module.register_forward_pre_hook(replace_argument, with_kwargs=True).remove)
-    else:
-        stack.callback(module.register_forward_hook(replace_output).remove)
+
+def refuse_misfit(layer: nn.Module, mark: Mark | None, sums: list[Sum]) -> None:
+    if reason := misfit(mark, sums):
+        raise ValueError(f"no parts can be removed from {type(layer).__name__}: {reason}.")
+
+
+def misfits(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Why parts cannot be removed from layers, from one run on the first example of a batch; empty if they all can."""
+    found: dict[int, str] = {}
+    with evaluating(base_of(model)), ExitStack() as stack:
+        for number in attending_layers(model):
+            layer, family = layers_of(model)[number], family_of(model)
+            follow(layer, family, {}, lambda _, *seen, number=number: found.update({number: misfit(*seen)}), stack)
+        run(model, first_example(batch))
+    return {number: reason for number, reason in sorted(found.items()) if reason}
+
+
+def follow(layer: nn.Module, family: Family, removed: Mapping[str, Active], seen: Seen, stack: ExitStack) -> None:
+    own, positions = family.own_attention(layer), 1 if family.batch_first else 0
+    FollowedLayer(layer, removed, stack, seen, own, family.streams, positions)
 
 
 class Ablations:
@@ -94,7 +93,7 @@ class Ablations:
 
     def union(self) -> Removed:
         removed: Removed = {
-            name: set().union(*(request.get(name, set()) for request in self.requests)) for name in ORDER
+            name: set().union(*(request.get(name, set()) for request in self.requests)) for name in PARTS
         }
         for name in ("mlp_skip", "identity_trick"):  # parts of a sublayer that is removed as a whole
             removed[name] -= removed["mlp"]
@@ -107,10 +106,13 @@ class Ablations:
         shared = len(set(applied)) < len(applied)
         depth = Depth(base_of(model), applied, self.hooks) if shared and removed else None
         for index, layer in enumerate(dict.fromkeys(applied)):
-            for name, wanted in removed.items():
-                for edit in family.edits[name]:
-                    active = running(wanted, index, depth, len(applied))
-                    install(edit, layer, 1 if family.batch_first else 0, active, self.hooks)
+            active = {name: running(wanted, index, depth, len(applied)) for name, wanted in removed.items()}
+            if depth is None:
+                active = {name: acts for name, acts in active.items() if acts()}
+            if acts := active.pop("identity_trick", None):
+                replace_linear_maps(family, layer, acts, self.hooks)
+            if active:
+                follow(layer, family, active, refuse_misfit, self.hooks)
 
 
 def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Callable[[], bool]:
@@ -144,9 +146,9 @@ def ablate(
         norm (`bool`, *optional*): Remove the norms of the layers.
         layers (`Collection[int]`, *optional*): The layers to change, counted as they run; all by default.
 
-    Hooks on submodules zero or replace tensors; nothing is removed by subtracting it afterwards. Blocks can be nested in any
-    order, and remove the union of what they name. A removed MLP still runs on one token of each text, so its dropout draws
-    fewer random numbers.
+    The sums of a layer are found while it runs, and the ones that are removed are not computed; nothing is subtracted
+    afterwards. Blocks can be nested in any order, and remove the union of what they name. A removed MLP still runs on one
+    token of each text where each token has its own, so its dropout draws fewer random numbers.
 
     Limits: the hooks are on the model itself, so every caller of the model runs without the removed parts. Use the model
     from one thread, and copy or pickle it outside of the block: a copy made inside keeps the hooks.
@@ -182,13 +184,11 @@ def ablate(
         raise ValueError(f"`mlp` must be True, False or 'identity_trick', got {mlp!r}.")
     switches = {"norm": norm, "attention_skip": attention_skip, "mlp_skip": mlp_skip, "mlp": mlp}
     names = ["identity_trick" if value == "identity_trick" else name for name, value in switches.items() if value]
-    for name in names:
-        if reason := family.cannot_remove(name):
-            raise ValueError(
-                f"`{name}` cannot be removed from {model.config.model_type}: {reason}. These can be removed: "
-                f"{', '.join(family.edits)}."
-            )
-    if names and model.config.chunk_size_feed_forward:
+    if "identity_trick" in names and not family.identity_trick:
+        raise ValueError(
+            f"mlp='identity_trick' is for ALBERT, got a model of type {model.config.model_type}. Use mlp=True."
+        )
+    if names and getattr(model.config, "chunk_size_feed_forward", 0):
         raise ValueError(
             "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."
         )

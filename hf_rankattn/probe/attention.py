@@ -1,7 +1,7 @@
 """How much rank the attention maps of a model have, layer by layer and head by head."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Literal
 
@@ -9,29 +9,16 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import attention_of, family_of, layers_of
+from ..families.architectures import attention_of, family_of, is_causal, layers_of
 from ..files.running import Inputs, evaluating
 from ..measure import cheap_metrics, spectral_metrics
-from .batches import check_depth, probing, run
+from .batches import check_attending, probing, run
+from .interface import implementation, showing_layers
 from .tables import LongTable
 
 
 MEASURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"cheap": cheap_metrics, "full": spectral_metrics}
 RELATIVE = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank")
-
-
-@contextmanager
-def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Another attention implementation inside a block.
-
-    It is set in the config, because `set_attn_implementation` refuses classes without source, such as those of a notebook.
-    """
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 @lru_cache(maxsize=256)
@@ -42,14 +29,18 @@ def content_free(n: int, metrics: str) -> dict[str, float]:
 
 
 class LayerMaps:
-    """Hooks that reduce the maps of each layer to metrics at once, and keep only those."""
+    """Reduces the maps of each layer to metrics at once, and keeps only those."""
 
     def __init__(self, model: PreTrainedModel, metrics: str, mask: torch.Tensor | None, stack: ExitStack):
         self.family, self.metrics, self.mask = family_of(model), metrics, mask
-        self.causal = self.family.causal(model.config)
+        self.causal = is_causal(model)
         self.window = getattr(model.config, "sliding_window", None)
         self.rows: list[dict[str, torch.Tensor]] = []
         self.fresh = True
+        if self.family.maps == "interface":
+            stack.enter_context(showing_layers(model, lambda layer, seen: self.reduce(seen.maps), "eager"))
+            return
+        stack.enter_context(implementation(model, "eager"))
         for layer in dict.fromkeys(layers_of(model)):
             attention = attention_of(model, layer)
             if self.family.maps == "dropout":
@@ -68,15 +59,15 @@ class LayerMaps:
             self.reduce(args[0])
 
     def leave(self, module, args, output) -> None:
-        maps = output[1]
-        if maps is None:
-            raise ValueError(
-                f"{type(module).__name__} returned no maps under eager attention: nothing can be measured."
-            )
-        self.reduce(maps)
+        self.reduce(output[1])
 
-    def reduce(self, maps: torch.Tensor) -> None:
-        mask = None if self.mask is None else self.mask.to(maps.device)
+    def reduce(self, maps: torch.Tensor | None) -> None:
+        mask = None if self.mask is None or maps is None else self.mask.to(maps.device)
+        if maps is None or maps.ndim != 4:
+            found = "nothing" if maps is None else f"a tensor of shape {tuple(maps.shape)}"
+            raise ValueError(
+                f"layer {len(self.rows)} gave {found} under eager attention, not maps (batch, heads, n, n): nothing can be measured."
+            )
         try:
             values = MEASURES[self.metrics](maps.detach(), mask)
         except torch.linalg.LinAlgError:  # no singular values of NaN
@@ -114,10 +105,9 @@ def measure_attention(
         raise ValueError(f"`metrics` must be 'cheap' or 'full', got {metrics!r}.")
     table = LongTable(model, "layer", "head", "example")
     for batch, mask in table.batches(inputs):
-        with evaluating(table.base), implementation(model, "eager"), ExitStack() as stack:
+        with evaluating(table.base), ExitStack() as stack:
             recorder = LayerMaps(model, metrics, mask, stack)
             run(model, batch)
-        check_depth(model, len(recorder.rows), "maps")
-        for layer, values in enumerate(recorder.rows):
+        for layer, values in zip(check_attending(model, len(recorder.rows), "maps"), recorder.rows, strict=True):
             table.add_heads(values, layer)
     return table.finish()

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..families.architectures import base_of, family_of, layers_of
+from ..families.architectures import attending_layers, base_of, layers_of
+from ..families.structure import choosing_tower
 from ..files.batches import longest
 from ..measure.norms import full_precision
 
@@ -29,10 +30,10 @@ def probing(
     def enter(model: PreTrainedModel, *args: Options.args, **kwargs: Options.kwargs) -> pd.DataFrame:
         with full_precision():
             model = plain(model)
-            family_of(model)  # refuses an unknown family before anything else
-            if not layers_of(model):
-                raise ValueError(f"the {type(model).__name__} has no layers: there is nothing to measure.")
-            return measure(model, *args, **kwargs)
+            with choosing_tower(kwargs.pop("tower", None)):
+                if not layers_of(model):  # before anything else
+                    raise ValueError(f"the {type(model).__name__} has no layers: there is nothing to measure.")
+                return measure(model, *args, **kwargs)
 
     return enter
 
@@ -105,6 +106,11 @@ def run(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> None:
     module(**batch, **plain_output(module))
 
 
+def first_example(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    count = max(len(value) for value in batch.values())
+    return {name: value[:1] if len(value) == count else value for name, value in batch.items()}
+
+
 def plain_output(model: PreTrainedModel) -> dict[str, bool]:
     """Arguments that make a model return a dict without maps, states and keys of its layers, regardless of its config."""
     wanted = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
@@ -116,6 +122,16 @@ def plain_output(model: PreTrainedModel) -> dict[str, bool]:
 def check_depth(model: PreTrainedModel, seen: int, what: str) -> None:
     if seen != (depth := len(layers_of(model))):
         raise ValueError(f"{seen} of the {depth} layers of {type(model).__name__} showed their {what}.")
+
+
+def check_attending(model: PreTrainedModel, seen: int, what: str) -> list[int]:
+    """The numbers of the layers with attention; a `ValueError` unless all of them showed `what`."""
+    numbers = attending_layers(model)
+    if len(numbers) != seen:
+        raise ValueError(
+            f"{seen} of the {len(numbers)} layers with attention of {type(model).__name__} showed their {what}."
+        )
+    return numbers
 
 
 def is_sharded(model: nn.Module) -> bool:

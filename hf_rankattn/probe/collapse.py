@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import family_of, layers_of
+from ..families.architectures import attending_layers, family_of, layers_of
+from ..families.stream import states_of, tensors_in
 from ..files.running import Inputs, evaluating
 from ..measure import residual, token_cosine
 from ..measure.norms import drop_rows, norm_of_sizes, working
+from ..measure.spectrum import states_effective_rank
 from .ablate import ablate
 from .batches import check_depth, probing, run
 from .tables import LongTable
@@ -39,8 +42,8 @@ def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
 class LayerStates:
     """Hooks that reduce the states of each layer to metrics at once, and keep only those."""
 
-    def __init__(self, model: PreTrainedModel, mask: torch.Tensor | None, stack: ExitStack):
-        self.family, self.mask = family_of(model), mask
+    def __init__(self, model: PreTrainedModel, mask: torch.Tensor | None, stack: ExitStack, whole: bool = False):
+        self.family, self.mask, self.whole = family_of(model), mask, whole
         self.rows: list[dict[str, torch.Tensor]] = []
         for layer in dict.fromkeys(layers_of(model)):
             stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
@@ -48,12 +51,14 @@ class LayerStates:
 
     def enter(self, module, args, kwargs) -> None:
         if not self.rows:
-            self.reduce(args[0] if args else kwargs["hidden_states"])
+            self.reduce(states_of(args, kwargs))
 
     def leave(self, module, args, output) -> None:
-        self.reduce(output[0] if isinstance(output, tuple) else output)
+        self.reduce(next(tensors_in(output)))
 
     def reduce(self, states: torch.Tensor) -> None:
+        if states.ndim > 3:  # images as (batch, height, width, d)
+            states = states.flatten(1, -2)
         states = states if self.family.batch_first else states.transpose(0, 1)
         mask = None if self.mask is None else self.mask.to(states.device)
         metrics = states_metrics(states.detach(), mask)
@@ -62,6 +67,8 @@ class LayerStates:
                 f"the states after layer {len(self.rows)} hold NaN or Inf, or are all zero: there is no residual to "
                 "measure. Check the weights of the model."
             )
+        if self.whole:
+            metrics["effective_rank"] = states_effective_rank(states.detach(), mask)
         self.rows.append(metrics)
 
 
@@ -71,11 +78,15 @@ def measure_collapse(
 ) -> pd.DataFrame:
     """Relative residual, residual norm and mean token cosine of every example at layers 0 (embeddings) to L.
 
+    Of the whole model (the variant `"transformer"`) also `effective_rank`, that of the matrix of token states.
+
     Args:
-        model: A model of a family in the table of architectures.
+        model: A model whose layers add attention and MLPs to a residual stream, of any type.
         inputs: One batch (a dict of tensors), a list of batches, or a DataLoader. `attention_mask` is honoured.
         variants (`Sequence[str]`, *optional*):
             Of `"san"` (attention alone), `"san+mlp"`, `"san+skip"` and `"transformer"` (the whole model).
+        tower (`str`, *optional*):
+            For a model with several lists of layers, which one: `"encoder"`, `"decoder"`, `"text"`, `"vision"`, ...
 
     Returns a long table with the columns `model, variant, layer, example, metric, value`.
 
@@ -98,11 +109,14 @@ def measure_collapse(
     if unknown := sorted(set(variants) - set(VARIANTS)):
         raise ValueError(f"unknown variants {unknown}; there are {', '.join(VARIANTS)}.")
     table = LongTable(model, "variant", "layer", "example")
+    attending = attending_layers(model)
     # every batch is read once and measured in all variants, so generators and shuffling loaders work too
     for batch, mask in table.batches(inputs):
         for variant in dict.fromkeys(variants):
-            with evaluating(table.base), ablate(model, **VARIANTS[variant]), ExitStack() as stack:  # type: ignore[arg-type]
-                recorder = LayerStates(model, mask, stack)
+            switches: dict[str, Any] = VARIANTS[variant]
+            # layers without softmax attention, those of hybrids, stay whole
+            with evaluating(table.base), ablate(model, **switches, layers=attending), ExitStack() as stack:
+                recorder = LayerStates(model, mask, stack, whole=variant == "transformer")
                 run(model, batch)
             check_depth(model, len(recorder.rows) - 1, "states")
             for layer, metrics in enumerate(recorder.rows):

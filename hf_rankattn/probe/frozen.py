@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from ..families.architectures import attention_of, base_of, family_of, layers_of
+from ..families.architectures import attention_of, base_of, family_of, layers_of, listed
 from ..families.projections import Projections, Values, submodule
 from ..families.row import Family
 from ..files.running import evaluating
 from ..measure.norms import working
 from ..models.rank_encoder.modeling_rank_encoder import L2Norm
 from .ablate import first
-from .attention import implementation
 from .batches import plain_output
+from .interface import implementation
 from .weights import present
 
 
@@ -154,8 +154,8 @@ def read_values(layer: nn.Module, projections: Projections) -> Values:
 
 def decomposable(model: PreTrainedModel) -> Family:
     """The row of a model that can be decomposed into paths, or a `ValueError` with the reason why it cannot."""
-    family = family_of(model)
-    if model.config.chunk_size_feed_forward:
+    family = listed(model, "paths and bounds")
+    if getattr(model.config, "chunk_size_feed_forward", 0):
         raise ValueError("set config.chunk_size_feed_forward to 0 first: the MLP of a layer must run as a whole.")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError("cross-attention reads another stream: only models without it can be decomposed into paths.")

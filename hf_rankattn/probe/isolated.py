@@ -58,6 +58,10 @@ class SubNetworks:
             self.select(layer, attention_of(model, layer), stack)
             if (norm := submodule(layer, self.family.attention_norm)) is not None:
                 stack.callback(norm.register_forward_hook(lambda m, args, output: bare_norm(m, args[0])).remove)
+
+    def choose_rows(self, layers: list[nn.Module], stack: ExitStack) -> None:
+        """Send the rows whose path goes around a layer around it."""
+        for layer in dict.fromkeys(layers):
             stack.callback(layer.register_forward_hook(self.bypass, with_kwargs=True).remove)
 
     def chosen_heads(self, context: torch.Tensor) -> torch.Tensor:
@@ -99,8 +103,9 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in whole_rows.items()}
     with evaluating(base), ExitStack() as stack:
         # before `ablate`, whose hooks may read the output of a norm, which has to be without gain and bias
-        SubNetworks(model, rows, stack)
+        networks = SubNetworks(model, rows, stack)
         stack.enter_context(ablate(model, attention_skip=True, mlp=not mlp))
+        networks.choose_rows(layers_of(model), stack)  # after `ablate`, which looks at what the layers return
         result = base(**repeated, **plain_output(base))
     total = result.last_hidden_state.unflatten(0, (count, size)).sum(0)
     return result, bare_norm(submodule(layers_of(model)[-1], family_of(model).attention_norm), total)

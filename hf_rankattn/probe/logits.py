@@ -2,39 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 
 import pandas as pd
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from ..families.architectures import attention_of, family_of, layers_of
 from ..files.running import Inputs, evaluating
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
-from .attention import implementation
-from .batches import check_depth, probing, run
+from .batches import check_attending, probing, run
+from .interface import Attended, showing_layers
 from .tables import LongTable
 from .weights import rank_limit
 
 
 Record = Callable[[torch.Tensor, torch.Tensor], None]
-_record: ContextVar[Record] = ContextVar("record")
-NAME = "rankattn_logits"
-
-
-def recording_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """torch's attention, after a call of the probe with its queries (batch, heads, n, r) and keys, positions included."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    _record.get()(query * scale, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-
-
-AttentionInterface.register(NAME, recording_attention)
-# an attention function without a registered mask function gets no mask, and would attend to padding
-AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class LayerLogits:
@@ -70,9 +53,13 @@ def recording(model: PreTrainedModel, record: Record) -> Iterator[None]:
             for layer in dict.fromkeys(layers_of(model)):
                 family.show_query_key(attention_of(model, layer), record, stack)
         else:
-            stack.enter_context(implementation(model, NAME))
-            token = _record.set(record)
-            stack.callback(_record.reset, token)
+
+            def look(layer: int, seen: Attended) -> None:
+                if not family.layers:  # what was read off the structure is compared with the maps
+                    seen.check_maps(layer)
+                record(*seen.factors())
+
+            stack.enter_context(showing_layers(model, look, "sdpa" if family.layers else "eager"))
         yield
 
 
@@ -95,16 +82,16 @@ def measure_logits(
     Returns a long table with the columns `model, layer, head, example, metric, value`.
     """
     table = LongTable(model, "layer", "head", "example", *(["component"] if spectra else []))
-    rotated = family_of(model).positions == "rotary positions"
+    rotated, listed = family_of(model).positions == "rotary positions", family_of(model).layers
     for batch, mask in table.batches(inputs):
         record = LayerLogits(mask)
         with evaluating(table.base), recording(model, record):
             run(model, batch)
-        check_depth(model, len(record.rows), "queries and keys")
-        for layer, (spectrum, spread, width) in enumerate(record.rows):
+        layers = check_attending(model, len(record.rows), "queries and keys")
+        for layer, (spectrum, spread, width) in zip(layers, record.rows, strict=True):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread
-            limit = torch.full_like(spread, rank_limit(model.config, width, rotated))
+            limit = torch.full_like(spread, rank_limit(model.config, width, rotated) if listed else width)
             # n centred rows have at most rank n - 1
             metrics["rank_limit"] = torch.minimum(limit, record.lengths(limit) - 1)
             table.add_heads(metrics, layer, spectrum if spectra else None)

@@ -17,9 +17,11 @@ from transformers.utils import logging
 from ..families.architectures import base_of, family_of, layers_of
 from ..files.batches import Batch, random_batches, text_batches
 from ..files.checkpoints import NoTokenizer, in_one_dtype, load_config, load_model, load_tokenizer, readable
+from ..files.running import batches_of
 from ..files.texts import read_texts
 from ..measure.rate import precision_floor
 from . import measure_attention, measure_collapse, measure_logits, measure_weights
+from .ablate import misfits
 from .batches import over_processes, real_tokens
 from .collapse import VARIANTS
 from .weights import PackedWeightsError
@@ -27,7 +29,6 @@ from .weights import PackedWeightsError
 
 logger = logging.get_logger(__name__)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PARTS = {"attention_skip": "the skip connection around attention", "mlp": "the MLP"}
 COLUMNS = ["model", "question", "variant", "layer", "head", "example", "component", "metric", "value"]
 
 
@@ -63,20 +64,19 @@ def load_checkpoint(
     return model
 
 
-def possible_variants(model: PreTrainedModel) -> tuple[str, ...]:
-    """The variants whose ablations the family of a model allows."""
-    return tuple(name for name in VARIANTS if name not in impossible_variants(model))
+def impossible_variants(model: PreTrainedModel, batch: Batch) -> dict[str, str]:
+    """The variants that cannot be measured, and why, from one run on the first example of a batch."""
+    batch = next(batches_of(base_of(model), batch))
+    if not (found := misfits(model, batch)):
+        return {}
+    layer, reason = next(iter(found.items()))
+    reason = f"no parts can be removed from layer {layer} of {model.config.model_type}: {reason}"
+    return {name: reason for name, switches in VARIANTS.items() if switches}
 
 
-def impossible_variants(model: PreTrainedModel) -> dict[str, str]:
-    """The variants that cannot be measured, and why."""
-    family = family_of(model)
-    return {
-        name: f"{PARTS[part]} cannot be removed from {model.config.model_type}: {family.cannot_remove(part)}"
-        for name, switches in VARIANTS.items()
-        for part in switches
-        if family.cannot_remove(part)
-    }
+def possible_variants(model: PreTrainedModel, batch: Batch) -> tuple[str, ...]:
+    impossible = impossible_variants(model, batch)
+    return tuple(name for name in VARIANTS if name not in impossible)
 
 
 def survey(
@@ -91,11 +91,7 @@ def survey(
     Under `torchrun` every process measures its share of the batches and returns the whole table, which is the same for
     any number of processes.
     """
-    variants = possible_variants(model) if variants is None else tuple(dict.fromkeys(variants))
-    for variant, reason in impossible_variants(model).items():
-        if variant in variants:
-            possible = ", ".join(possible_variants(model))
-            raise ValueError(f"the variant {variant} is not possible: {reason}. Possible variants: {possible}.")
+    variants = possible_variants(model, batches[0]) if variants is None else tuple(dict.fromkeys(variants))
 
     def collapse(variant: str) -> pd.DataFrame:
         return over_processes(lambda batch: measure_collapse(model, batch, [variant]), batches, progress)
@@ -203,8 +199,8 @@ def measure_checkpoint(
         except NoTokenizer as error:
             raise ValueError(f"{error} Or give random_inputs=True.") from error
         batches = text_batches(tokenizer, texts, model.config, length, batch_size)
-    not_measured = impossible_variants(model) if variants is None else {}
-    variants = possible_variants(model) if variants is None else tuple(dict.fromkeys(variants))
+    not_measured = impossible_variants(model, batches[0]) if variants is None else {}
+    variants = tuple(dict.fromkeys(variants or (name for name in VARIANTS if name not in not_measured)))
     table = survey(model, batches, variants, metrics, start_progress(survey_steps(batches, len(variants))))
     facts = facts_of(
         model,

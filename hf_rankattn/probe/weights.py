@@ -1,6 +1,6 @@
 """How much query-key rank the weights of a model hold, head by head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pandas as pd
@@ -10,10 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..families.architectures import attention_of, family_of, layers_of
+from ..families.architectures import attention_of, base_of, family_of, layers_of, listed
+from ..files.batches import random_batches
+from ..files.running import Inputs, batches_of
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
 from .batches import probing
+from .read_weights import query_key, read_layouts, values
 from .tables import LongTable
 
 
@@ -44,41 +47,76 @@ class PackedWeightsError(ValueError):
     """The weights are packed integers of a quantised model."""
 
 
-def form_factors(model: PreTrainedModel, layer: int, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """W_Q and W_K of every head of a layer, each (heads, hidden, width), or a `ValueError` for weights without a spectrum."""
-    attention = attention_of(model, module)
+def check_weights_of(attention: nn.Module, layer: int) -> None:
+    """Refuse weights without a spectrum: adapters beside them, and packed integers."""
     if any(hasattr(part, "base_layer") or hasattr(part, "lora_A") for part in attention.modules()):
         raise ValueError(
             f"layer {layer} has an adapter beside its weights: merge it first (model.merge_and_unload() of PEFT)."
         )
+    weights = [part.weight for part in attention.modules() if hasattr(part, "weight")]
+    if any(
+        weight is not None and (not isinstance(weight, torch.Tensor) or not weight.is_floating_point())
+        for weight in weights
+    ):
+        raise PackedWeightsError(
+            f"the weights of layer {layer} are quantised, and packed integers have no spectrum. Measure the model "
+            "before it was quantised, or model.dequantize(); residuals and maps can be measured as it is."
+        )
+
+
+def whole_tensors(factors: Iterable[torch.Tensor], layer: int) -> list[torch.Tensor]:
+    """Copies of weights; a DTensor holds only the shard of this process."""
+    found = [factor.detach() for factor in factors]
+    found = [factor.full_tensor() if isinstance(factor, DTensor) else factor.clone() for factor in found]
+    if not all(bool(torch.isfinite(factor).all()) for factor in found):
+        raise ValueError(f"the attention weights of layer {layer} hold NaN or Inf.")
+    return found
+
+
+def form_factors(model: PreTrainedModel, layer: int, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_Q and W_K of every head of a layer, each (heads, hidden, width), or a `ValueError` for weights without a spectrum."""
+    attention = attention_of(model, module)
     with present(attention):
-        weights = [part.weight for part in attention.modules() if hasattr(part, "weight")]
-        if any(not isinstance(weight, torch.Tensor) or not weight.is_floating_point() for weight in weights):
-            raise PackedWeightsError(
-                f"the weights of layer {layer} are quantised, and packed integers have no spectrum. Measure the model "
-                "before it was quantised, or model.dequantize(); residuals and maps can be measured as it is."
-            )
-        factors = (factor.detach() for factor in family_of(model).projections.query_key(module, model.config))
-        # a DTensor holds only the shard of this process
-        query, key = (factor.full_tensor() if isinstance(factor, DTensor) else factor.clone() for factor in factors)
-    if not (bool(torch.isfinite(query).all()) and bool(torch.isfinite(key).all())):
-        raise ValueError(f"the query and key weights of layer {layer} hold NaN or Inf.")
+        check_weights_of(attention, layer)
+        query, key = whole_tensors(listed(model, "these weights").projections.query_key(module, model.config), layer)
     return query, key
+
+
+def written_factors(value: torch.Tensor, output: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_V and W_O^T of every head, each (heads, hidden, v), from (groups * v, hidden) and (hidden, heads * v)."""
+    written = output.unflatten(1, (heads, -1)).transpose(0, 1)
+    read = value.unflatten(0, (-1, written.shape[-1])).mT
+    return read.repeat_interleave(heads // len(read), dim=0), written
+
+
+def example_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two random inputs, whatever the model reads."""
+    return random_batches(model.config, 1, 2, 1, seed=0)[0]
 
 
 @probing
 def measure_weights(
-    model: PreTrainedModel, rtol: float = 1e-2, energy: float = 0.9, spectra: bool = False
+    model: PreTrainedModel,
+    rtol: float = 1e-2,
+    energy: float = 0.9,
+    spectra: bool = False,
+    inputs: Inputs | None = None,
 ) -> pd.DataFrame:
     """Rank metrics of the bilinear form `W_Q W_K^T` of every head, without biases, positions and norms of queries.
 
+    The same metrics with the prefix `value_` are those of the map `W_V W_O` by which a head writes what it reads.
+
     Args:
-        model: A model of a family in the table of architectures.
+        model: A model of any type with linear maps in its attention.
         rtol (`float`, *optional*, defaults to 0.01): Tolerance of `numerical_rank`, relative to the largest value.
         energy (`float`, *optional*, defaults to 0.9): The share of squared singular values that `energy_rank` keeps.
         spectra (`bool`, *optional*):
             Add a column `component`, and rows of the metric `energy_share`: the share of squared singular values of each
             component, in descending order.
+
+        inputs (*optional*):
+            A batch for models without a row in the table of architectures: one forward pass finds which rows of which
+            weights belong to a head. By default a few random tokens.
 
     The spectra are those of the d x d forms, computed from their factors. `rank_limit` is the largest rank for this
     geometry: the width of a head, and for multi-head latent attention
@@ -98,10 +136,31 @@ def measure_weights(
     ```
     """
     table = LongTable(model, "layer", "head", *(["component"] if spectra else []))
+    family = family_of(model)
+    layouts = (
+        {} if family.layers else read_layouts(model, next(batches_of(base_of(model), inputs or example_batch(model))))
+    )
     for layer, module in enumerate(layers_of(model)):
-        query, key = form_factors(model, layer, module)
+        if (attention := attention_of(model, module)) is None:
+            continue
+        with present(module):
+            check_weights_of(attention, layer)
+            if family.layers:
+                found = family.projections.query_key(module, model.config)
+                written = family.projections.values(module)
+            else:
+                found, written = query_key(layer, layouts[layer]), values(layer, layouts[layer])
+            query, key, value, output = whole_tensors([*found, written.value, written.output], layer)
         singular = factor_spectrum(query, key)
         metrics = spectrum_metrics(singular, rtol, energy)
-        metrics["rank_limit"] = torch.full_like(metrics["stable_rank"], rank_limit(model.config, query.shape[-1]))
-        table.add_heads(metrics, layer, singular if spectra else None)
+        width = query.shape[-1]
+        metrics["rank_limit"] = torch.full_like(
+            metrics["stable_rank"], rank_limit(model.config, width) if family.layers else min(width, query.shape[1])
+        )
+        values_metrics = spectrum_metrics(factor_spectrum(*written_factors(value, output, len(query))), rtol, energy)
+        table.add_heads(
+            metrics | {f"value_{name}": value for name, value in values_metrics.items()},
+            layer,
+            singular if spectra else None,
+        )
     return table.finish()

@@ -97,7 +97,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     if kind == "checkpoint":
         model, batches, facts = checkpoint_inputs(parameters, **sizes)
         names = ("title", "model_type", "causal", "source", "precision_floor")
-        return curves(model, batches, possible_variants(model), {name: facts[name] for name in names})
+        return curves(model, batches, possible_variants(model, batches[0]), {name: facts[name] for name in names})
     if kind == "init":
         return initial_curves(parameters, sizes)
     options: dict[str, Any] = {"layers": parameters.get("layers")}
@@ -111,7 +111,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     if kind == "family":
         row = family_of(model)
         facts = {"title": row.name, "causal": bool(row.causal(model.config))}
-        return curves(model, batches, possible_variants(model), facts)
+        return curves(model, batches, possible_variants(model, batches[0]), facts)
     if kind == "no values":  # heads that add nothing: the residual after all layers is that of the input
         for layer in layers_of(model):
             layer.attention.self.value.weight.data.zero_()  # type: ignore[union-attr,operator]

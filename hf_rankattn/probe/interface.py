@@ -1,0 +1,175 @@
+"""What attention modules give to and get from transformers' attention interface, shown to a probe while the model runs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..families.architectures import attention_of, layers_of
+
+
+NAME = "rankattn"
+
+
+class Attended(NamedTuple):
+    """One call of the interface, with queries (batch, heads, n, r), keys (batch, groups, n, r), values, and under eager
+    attention the maps (batch, heads, n, n)."""
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    maps: torch.Tensor | None
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys (batch, heads, n, r) whose products are the logits; grouped keys are repeated."""
+        return self.query * self.scale, self.key.repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
+
+    def check_maps(self, layer: int) -> None:
+        """Refuse maps that are not the softmax of these queries and keys under the mask."""
+        query, key = self.factors()
+        logits = query @ key.mT
+        if cap := self.options.get("softcap"):
+            logits = torch.tanh(logits / cap) * cap
+        if self.mask is not None:
+            logits = logits + self.mask[..., : logits.shape[-1]]
+        maps = logits.softmax(-1, dtype=torch.float32)
+        if (
+            self.maps is None
+            or self.maps.shape != maps.shape
+            or not torch.allclose(maps, self.maps.float(), atol=1e-2)
+        ):
+            raise ValueError(
+                f"the maps of layer {layer} are not the softmax of its queries and keys: {type(self.module).__name__} adds a "
+                "position bias or a sink to the logits. Its maps can be measured, its logits cannot."
+            )
+
+
+class Shown(NamedTuple):
+    """Who looks on, and may return another output, and the implementation that computes attention."""
+
+    look: Callable[[Attended], torch.Tensor | None]
+    implementation: str
+
+
+Look = Callable[[int, Attended], torch.Tensor | None]
+_shown: ContextVar[Shown] = ContextVar("shown")
+
+
+def eager_function(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention of the file that defines the module."""
+    for owner in type(module).__mro__:
+        if function := getattr(sys.modules[owner.__module__], "eager_attention_forward", None):
+            return function
+    raise ValueError(f"{type(module).__name__} has no eager attention, which returns maps: they cannot be measured.")
+
+
+def shown_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    look, implementation = _shown.get()
+    output = maps = None
+    if implementation != "none":
+        function = eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    replaced = look(Attended(module, query, key, value, scale, maps, attention_mask, kwargs))
+    return output if replaced is None else replaced, maps
+
+
+def shown_mask(*args, **kwargs):
+    name = _shown.get().implementation
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if name == "none" else name](*args, **kwargs)
+
+
+AttentionInterface.register(NAME, shown_attention)
+# an attention function without a registered mask function gets no mask, and would attend to padding
+AttentionMaskInterface.register(NAME, shown_mask)
+
+
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs that the modules of a model read, those of its towers included."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    unique = {id(config): config for config in [model.config, *found] if isinstance(config, PreTrainedConfig)}
+    return list(unique.values())
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Another attention implementation inside a block.
+
+    It is set in the configs, because `set_attn_implementation` refuses classes without source, such as those of a notebook.
+    """
+    before = [(config, config._attn_implementation) for config in configs_of(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation = old
+
+
+@contextmanager
+def showing(model: PreTrainedModel, look: Callable[[Attended], torch.Tensor | None], name: str) -> Iterator[None]:
+    """Within the block, attention is computed as under the implementation `name`, and `look` is called with every call.
+
+    Under the name `"none"` it is not computed, and `look` returns what takes its place.
+    """
+    with implementation(model, NAME):
+        token = _shown.set(Shown(look, name))
+        try:
+            yield
+        finally:
+            _shown.reset(token)
+
+
+class LayerWatch:
+    """Passes on the self-attention of the layers of a model, with the number of the layer, in the order in which they run."""
+
+    def __init__(self, model: PreTrainedModel, look: Look, stack: ExitStack):
+        self.look, self.layer, self.running, self.seen = look, -1, False, 0
+        layers = dict.fromkeys(layers_of(model))
+        attentions = {layer: attention_of(model, layer) for layer in layers}
+        self.own = {
+            module for attention in attentions.values() if attention is not None for module in attention.modules()
+        }
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(self.enter).remove)
+            stack.callback(layer.register_forward_hook(self.leave_layer(attentions[layer] is not None)).remove)
+
+    def enter(self, module, args) -> None:
+        self.layer, self.running, self.seen = self.layer + 1, True, 0
+
+    def leave_layer(self, attends: bool) -> Callable[..., None]:
+        def leave(module, args, output) -> None:
+            self.running = False
+            if self.seen != attends:
+                raise ValueError(
+                    f"layer {self.layer} ({type(module).__name__}) called the attention interface {self.seen} times for its own "
+                    f"tokens, and {int(attends)} was expected: its attention cannot be measured."
+                )
+
+        return leave
+
+    def __call__(self, attended: Attended) -> torch.Tensor | None:
+        if not self.running or attended.module not in self.own:
+            return None
+        self.seen += 1
+        return self.look(self.layer, attended)
+
+
+@contextmanager
+def showing_layers(model: PreTrainedModel, look: Look, name: str) -> Iterator[None]:
+    """[`showing`] for the self-attention of the layers alone: `look` is called with the number of the layer."""
+    with ExitStack() as stack:
+        stack.enter_context(showing(model, LayerWatch(model, look, stack), name))
+        yield
