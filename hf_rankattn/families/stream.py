@@ -232,7 +232,8 @@ class FollowedLayer:
     `removed` maps the parts that may be left out to functions that say whether the present run is without them. After each
     run, `seen` is called with the layer, the mark of its output, and its residual sums. `own` is an attention module whose
     output is attention, whatever it is computed by. `streams` is the number of streams among the arguments of the layer,
-    and `positions` the axis of their tokens.
+    and `positions` the axis of their tokens. If `lean`, removed MLPs run on one token, which is safe in layers that do not
+    reshape their outputs.
     """
 
     def __init__(
@@ -244,6 +245,7 @@ class FollowedLayer:
         own: nn.Module | None = None,
         streams: int = 1,
         positions: int = 1,
+        lean: bool = False,
     ):
         self.layer, self.removed, self.seen, self.streams, self.positions = layer, removed, seen, streams, positions
         self.stream: ResidualStream | None = None
@@ -255,7 +257,7 @@ class FollowedLayer:
                 stack.callback(module.register_forward_hook(self.after_norm).remove)
         if own is not None:
             stack.callback(own.register_forward_hook(self.after_own).remove)
-        if "mlp" in removed:
+        if lean and "mlp" in removed:
             for module in mlps_of(layer):
                 stack.callback(module.register_forward_pre_hook(self.before_mlp).remove)
 

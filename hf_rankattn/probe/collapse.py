@@ -57,6 +57,8 @@ class LayerStates:
         self.reduce(next(tensors_in(output)))
 
     def reduce(self, states: torch.Tensor) -> None:
+        if states.ndim == 2:  # the patches of one image
+            states = states[None]
         if states.ndim > 3:  # images as (batch, height, width, d)
             states = states.flatten(1, -2)
         states = states if self.family.batch_first else states.transpose(0, 1)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..families.architectures import base_of
 from ..files.running import Inputs, batches_of, forward_names
-from .batches import real_tokens
+from .batches import PACKED, real_tokens
 
 
 class LongTable:
@@ -67,4 +67,4 @@ class LongTable:
 
 def examples_of(batch: Mapping[str, torch.Tensor]) -> int:
     """The number of examples of a batch; `position_ids` may have one row for all of them."""
-    return max(len(value) for value in batch.values())
+    return 1 if any(name in batch for name in PACKED) else max(len(value) for value in batch.values())
