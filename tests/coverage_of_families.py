@@ -120,7 +120,11 @@ def check_residuals(model: PreTrainedModel, batch: dict, table: pd.DataFrame, na
             return
     given = [output.get(f"{side}hidden_states") for side in ("", "encoder_", "decoder_") if hasattr(output, "get")]
     given = [entry for entry in given if isinstance(entry, tuple) and len(entry) == len(states)]
-    given = [entry for entry in given if all(x.shape == y.shape for x, y in zip(entry, states, strict=True))]
+    given = [
+        entry
+        for entry in given
+        if all(getattr(x, "shape", None) == y.shape for x, y in zip(entry, states, strict=True))
+    ]
     towers = [tower.path for tower in towers_of(base_of(model))]
     if given and (len(towers) < 2 or output.get("hidden_states") is None):
         if not any(torch.equal(entry[1], states[1]) for entry in given) and len(states) > 2:
@@ -229,6 +233,18 @@ def keep_shown(shown: dict[int, Any], number: int, seen: Any) -> None:
     shown.setdefault(number, seen)
 
 
+def give_maps(states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, maps: torch.Tensor) -> int:
+    """Whether the softmax of states (n, d) by these weights is one of the usual maps: 1 or 0."""
+    logits = torch.einsum("nd,hdr,her,me->hnm", states, query.float(), key.float(), states)
+    past = torch.ones(logits.shape[-2:]).tril().log()
+    choices = [
+        (logits * scale + mask).softmax(-1)
+        for scale in (1.0, query.shape[-1] ** -0.5)
+        for mask in (torch.zeros(()), past)
+    ]
+    return int(any(x.shape == maps.shape and torch.allclose(x, maps.float(), atol=1e-4) for x in choices))
+
+
 def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
     """Rows applied to the input of attention at the first token, against the queries and values that attention gets."""
     example = first_example(batch)
@@ -254,7 +270,7 @@ def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
                 weight.copy_(kept[name])
     compared = 0
     for number in attending:
-        if number not in shown or number not in inputs or shown[number].query is None:
+        if number not in shown or number not in inputs:
             continue
         if family.layers:
             query, key = family.projections.query_key(layers[number], model.config)
@@ -265,6 +281,11 @@ def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
         seen, given = shown[number], inputs[number]
         token = (given if given.ndim == 2 else given.flatten(1, -2)[0])[0].detach().float()
         if token.shape[-1] != query.shape[1]:
+            continue
+        if seen.query is None:
+            found["weights maps"] = min(
+                found.get("weights maps", 9), give_maps(given[0].float(), query, key, seen.maps[0])
+            )
             continue
         reads, _ = written_factors(written.value, written.output, len(query))
         for what, rows, got in (
@@ -278,6 +299,8 @@ def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
             if own.shape != got.shape:
                 raise Differs(f"WRONG: the {what} of layer {number} are {tuple(own.shape)} and not {tuple(got.shape)}")
             # factors on the queries, the latent norms and q-norms change lengths, and norms by head only these
+            if not bool(own.any() & got.any()):
+                continue
             alike = torch.nn.functional.cosine_similarity(own, got.float(), dim=-1)
             found[f"weights {what}"] = min(found.get(f"weights {what}", 1.0), round(float(alike.min()), 3))
         compared += 1
@@ -323,7 +346,7 @@ def probe_tower(model: PreTrainedModel, batch: dict, name: str | None) -> dict[s
             attempt(result, "logits", lambda: measure_logits(model, batch, tower=name))
             attempt(result, "weights", weights)
         else:
-            result |= {kind: result["residuals"] for kind in KINDS}
+            result |= dict.fromkeys(KINDS, result["residuals"])
     return result
 
 

@@ -25,6 +25,7 @@ UPDATES: tuple[Kind, ...] = ("attention", "cross-attention", "mlp", "both")
 
 ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
 PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum", "baddbmm"}
+SCALINGS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "div", "__truediv__"}
 NORMS = {"layer_norm", "rms_norm"}
 # functions whose result is their first argument in another shape, place or type; dropout is off while a model is measured
 UNCHANGED = {
@@ -78,6 +79,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(entry)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a factor is the same for all tokens and features."""
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def mark_of(tensor: Any) -> Mark | None:
     return getattr(tensor, "_residual_stream_mark", None)
 
@@ -128,6 +134,9 @@ class ResidualStream(TorchFunctionMode):
             query_mark = mark_of(query)
             kind: Kind = "cross-attention" if mark_of(value) is None else "attention"
             return Mark(kind, query_mark.sums if query_mark else sums)
+        if name == "multi_head_attention_forward":
+            value_mark = mark_of(args[2] if len(args) > 2 else kwargs["value"])
+            return Mark("cross-attention" if value_mark is None else "attention", sums)
         if name == "softmax" and isinstance(result, torch.Tensor) and result.ndim >= 3:
             return Mark("map", sums)
         kinds = {mark.kind for mark in known}
@@ -138,6 +147,8 @@ class ResidualStream(TorchFunctionMode):
             return Mark("map", sums)
         first = mark_of(given[0])
         if first is not None and name in UNCHANGED:
+            return first
+        if first is not None and name in SCALINGS and is_number(args[1] if len(args) > 1 else kwargs.get("other")):
             return first
         if first is not None and name in NORMS:
             return normed(first)
