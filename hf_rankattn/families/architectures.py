@@ -1,5 +1,6 @@
 """The table of architectures, one row each, and the lookups that all other folders use."""
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -199,7 +200,10 @@ def listed(model: PreTrainedModel, what: str) -> Family:
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model below its task head."""
-    return getattr(model, model.base_model_prefix, model)
+    base = getattr(model, model.base_model_prefix, model)
+    # in some base models, a part has the name that the base model has in models with a head
+    main = getattr(model, "main_input_name", None)
+    return base if base is model or main in inspect.signature(base.forward).parameters else model
 
 
 def layer_groups(model: PreTrainedModel) -> tuple[list[list[nn.Module]], list[int]]:

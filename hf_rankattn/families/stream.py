@@ -25,6 +25,7 @@ UPDATES: tuple[Kind, ...] = ("attention", "cross-attention", "mlp", "both")
 
 ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
 PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum", "baddbmm"}
+SCALINGS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "div", "__truediv__"}
 NORMS = {"layer_norm", "rms_norm"}
 # functions whose result is their first argument in another shape, place or type; dropout is off while a model is measured
 UNCHANGED = {
@@ -78,6 +79,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(entry)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a factor is the same for all tokens and features."""
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def mark_of(tensor: Any) -> Mark | None:
     return getattr(tensor, "_residual_stream_mark", None)
 
@@ -128,6 +134,9 @@ class ResidualStream(TorchFunctionMode):
             query_mark = mark_of(query)
             kind: Kind = "cross-attention" if mark_of(value) is None else "attention"
             return Mark(kind, query_mark.sums if query_mark else sums)
+        if name == "multi_head_attention_forward":
+            value_mark = mark_of(args[2] if len(args) > 2 else kwargs["value"])
+            return Mark("cross-attention" if value_mark is None else "attention", sums)
         if name == "softmax" and isinstance(result, torch.Tensor) and result.ndim >= 3:
             return Mark("map", sums)
         kinds = {mark.kind for mark in known}
@@ -138,6 +147,8 @@ class ResidualStream(TorchFunctionMode):
             return Mark("map", sums)
         first = mark_of(given[0])
         if first is not None and name in UNCHANGED:
+            return first
+        if first is not None and name in SCALINGS and is_number(args[1] if len(args) > 1 else kwargs.get("other")):
             return first
         if first is not None and name in NORMS:
             return normed(first)
@@ -232,7 +243,8 @@ class FollowedLayer:
     `removed` maps the parts that may be left out to functions that say whether the present run is without them. After each
     run, `seen` is called with the layer, the mark of its output, and its residual sums. `own` is an attention module whose
     output is attention, whatever it is computed by. `streams` is the number of streams among the arguments of the layer,
-    and `positions` the axis of their tokens.
+    and `positions` the axis of their tokens. If `lean`, removed MLPs run on one token, which is safe in layers that do not
+    reshape their outputs.
     """
 
     def __init__(
@@ -244,6 +256,7 @@ class FollowedLayer:
         own: nn.Module | None = None,
         streams: int = 1,
         positions: int = 1,
+        lean: bool = False,
     ):
         self.layer, self.removed, self.seen, self.streams, self.positions = layer, removed, seen, streams, positions
         self.stream: ResidualStream | None = None
@@ -255,7 +268,7 @@ class FollowedLayer:
                 stack.callback(module.register_forward_hook(self.after_norm).remove)
         if own is not None:
             stack.callback(own.register_forward_hook(self.after_own).remove)
-        if "mlp" in removed:
+        if lean and "mlp" in removed:
             for module in mlps_of(layer):
                 stack.callback(module.register_forward_pre_hook(self.before_mlp).remove)
 

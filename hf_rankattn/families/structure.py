@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 
-ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-OTHER = re.compile("norm|output|pool|dropout|scale|embed|bias|mask", re.IGNORECASE)
+# a class is called attention, and the words behind are not those of a part; the words before may be the name of a model
+ATTENTION = re.compile(r"(attention|attn)(?!.*(norm|output|pool|dropout|scale|embed|bias|mask))", re.IGNORECASE)
 CROSS = re.compile("cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
 # the word in the path of a list of layers, and the name of its tower; the first that fits
 WORDS = (
@@ -42,7 +42,6 @@ def attends(module: nn.Module) -> bool:
     name = type(module).__name__
     return (
         ATTENTION.search(name) is not None
-        and OTHER.search(name) is None
         and next(module.parameters(), None) is not None
         and not isinstance(module, nn.ModuleList)
     )

@@ -81,7 +81,7 @@ def misfits(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[i
 
 def follow(layer: nn.Module, family: Family, removed: Mapping[str, Active], seen: Seen, stack: ExitStack) -> None:
     own, positions = family.own_attention(layer), 1 if family.batch_first else 0
-    FollowedLayer(layer, removed, stack, seen, own, family.streams, positions)
+    FollowedLayer(layer, removed, stack, seen, own, family.streams, positions, lean=bool(family.layers))
 
 
 class Ablations:

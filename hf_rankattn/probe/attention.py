@@ -68,6 +68,11 @@ class LayerMaps:
             raise ValueError(
                 f"layer {len(self.rows)} gave {found} under eager attention, not maps (batch, heads, n, n): nothing can be measured."
             )
+        if maps.shape[-1] != maps.shape[-2]:
+            raise ValueError(
+                f"the maps of layer {len(self.rows)} are of {maps.shape[-2]} tokens on {maps.shape[-1]} keys: only maps of tokens "
+                "on themselves are measured."
+            )
         try:
             values = MEASURES[self.metrics](maps.detach(), mask)
         except torch.linalg.LinAlgError:  # no singular values of NaN

@@ -19,6 +19,8 @@ from ..measure.norms import full_precision
 
 logger = logging.get_logger(__name__)
 Options = ParamSpec("Options")
+# inputs that say how the patches of images are packed into one sequence without a batch
+PACKED = ("grid_thw",)
 
 
 def probing(
@@ -65,6 +67,11 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
     """The mask of a batch, 1 for tokens, or None where nothing is padded; refuses batches with nothing to measure."""
     if "encoder_hidden_states" in batch:
         raise ValueError("cross-attention is not measured: leave out `encoder_hidden_states`.")
+    if several := [name for name in PACKED if name in batch and len(batch[name]) > 1]:
+        raise ValueError(
+            f"`{several[0]}` has {len(batch[several[0]])} rows: patches of several images in one sequence cannot be told apart. "
+            "Give one image per batch."
+        )
     mask = batch.get("attention_mask")
     if mask is None and "input_mask" in batch:  # XLNet's other mask, in which 1 is padding
         mask = 1 - batch["input_mask"].long()
@@ -107,6 +114,8 @@ def run(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def first_example(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if any(name in batch for name in PACKED):
+        return dict(batch)
     count = max(len(value) for value in batch.values())
     return {name: value[:1] if len(value) == count else value for name, value in batch.items()}
 

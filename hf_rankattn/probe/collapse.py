@@ -16,7 +16,7 @@ from ..measure.norms import drop_rows, norm_of_sizes, working
 from ..measure.spectrum import states_effective_rank
 from .ablate import ablate
 from .batches import check_depth, probing, run
-from .tables import LongTable
+from .tables import LongTable, examples_of
 
 
 VARIANTS = {
@@ -42,7 +42,10 @@ def states_metrics(states: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
 class LayerStates:
     """Hooks that reduce the states of each layer to metrics at once, and keep only those."""
 
-    def __init__(self, model: PreTrainedModel, mask: torch.Tensor | None, stack: ExitStack, whole: bool = False):
+    def __init__(
+        self, model: PreTrainedModel, mask: torch.Tensor | None, stack: ExitStack, whole: bool, examples: int
+    ):
+        self.examples = examples
         self.family, self.mask, self.whole = family_of(model), mask, whole
         self.rows: list[dict[str, torch.Tensor]] = []
         for layer in dict.fromkeys(layers_of(model)):
@@ -57,8 +60,15 @@ class LayerStates:
         self.reduce(next(tensors_in(output)))
 
     def reduce(self, states: torch.Tensor) -> None:
+        if states.ndim == 2:  # the patches of one image
+            states = states[None]
         if states.ndim > 3:  # images as (batch, height, width, d)
             states = states.flatten(1, -2)
+        if not self.family.layers and len(states) != self.examples == states.shape[1] and states.ndim == 3:
+            raise ValueError(
+                f"the states after layer {len(self.rows)} are {tuple(states.shape)}, tokens by examples: only layers whose states "
+                "have the examples first are measured without a row in the table of architectures."
+            )
         states = states if self.family.batch_first else states.transpose(0, 1)
         mask = None if self.mask is None else self.mask.to(states.device)
         metrics = states_metrics(states.detach(), mask)
@@ -116,7 +126,7 @@ def measure_collapse(
             switches: dict[str, Any] = VARIANTS[variant]
             # layers without softmax attention, those of hybrids, stay whole
             with evaluating(table.base), ablate(model, **switches, layers=attending), ExitStack() as stack:
-                recorder = LayerStates(model, mask, stack, whole=variant == "transformer")
+                recorder = LayerStates(model, mask, stack, variant == "transformer", examples_of(batch))
                 run(model, batch)
             check_depth(model, len(recorder.rows) - 1, "states")
             for layer, metrics in enumerate(recorder.rows):

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..families.architectures import attention_of, layers_of
+from ..families.architectures import attention_of, family_of, layers_of
+from ..families.stream import states_of, tensors_in
 
 
 NAME = "rankattn"
@@ -23,9 +25,9 @@ class Attended(NamedTuple):
     attention the maps (batch, heads, n, n)."""
 
     module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Any
+    key: Any
+    value: Any
     scale: float
     maps: torch.Tensor | None
     mask: torch.Tensor | None
@@ -33,11 +35,20 @@ class Attended(NamedTuple):
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys (batch, heads, n, r) whose products are the logits; grouped keys are repeated."""
+        if self.query is None:
+            raise ValueError(
+                f"{type(self.module).__name__} does not use transformers' attention interface: its maps can be measured, its "
+                "queries and keys cannot."
+            )
         return self.query * self.scale, self.key.repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
 
     def check_maps(self, layer: int) -> None:
         """Refuse maps that are not the softmax of these queries and keys under the mask."""
         query, key = self.factors()
+        if query.shape[1] != key.shape[1] or query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"the queries and keys of layer {layer} differ in heads or widths: its logits cannot be measured."
+            )
         logits = query @ key.mT
         if cap := self.options.get("softcap"):
             logits = torch.tanh(logits / cap) * cap
@@ -63,6 +74,30 @@ class Shown(NamedTuple):
 
 
 Look = Callable[[int, Attended], torch.Tensor | None]
+PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum"}
+
+
+class Maps(TorchFunctionMode):
+    """Sees what attention modules multiply their values with that do not call the interface: results of a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        weights = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if hasattr(tensor, "_is_map")]
+        if name in PRODUCTS and weights:
+            self.found.append(weights[0])
+        elif name == "softmax" or weights:
+            for tensor in tensors_in(result):
+                if tensor.ndim >= 3:
+                    tensor._is_map = True  # type: ignore[attr-defined]
+        return result
+
+
 _shown: ContextVar[Shown] = ContextVar("shown")
 
 
@@ -82,6 +117,9 @@ def shown_attention(module, query, key, value, attention_mask, scaling=None, **k
         output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     replaced = look(Attended(module, query, key, value, scale, maps, attention_mask, kwargs))
+    if replaced is None and implementation == "none":  # the attention of another tower, or to another one
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     return output if replaced is None else replaced, maps
 
 
@@ -137,32 +175,77 @@ class LayerWatch:
 
     def __init__(self, model: PreTrainedModel, look: Look, stack: ExitStack):
         self.look, self.layer, self.running, self.seen = look, -1, False, 0
+        # the maps of modules that do not call the interface are wanted under eager attention alone
+        self.maps: Maps | None = None
         layers = dict.fromkeys(layers_of(model))
         attentions = {layer: attention_of(model, layer) for layer in layers}
         self.own = {
             module for attention in attentions.values() if attention is not None for module in attention.modules()
         }
         for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(self.enter).remove)
-            stack.callback(layer.register_forward_hook(self.leave_layer(attentions[layer] is not None)).remove)
+            attention = attentions[layer]
+            stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(self.leave_layer(attention)).remove)
+            if attention is not None and not family_of(model).layers:
+                stack.callback(attention.register_forward_pre_hook(self.enter_attention).remove)
+                stack.callback(attention.register_forward_hook(self.leave_attention, always_call=True).remove)
 
-    def enter(self, module, args) -> None:
+    def enter(self, module, args, kwargs) -> None:
         self.layer, self.running, self.seen = self.layer + 1, True, 0
+        self.found: list[torch.Tensor] = []
+        states = states_of(args, kwargs)
+        self.examples, self.tokens = (1 if states.ndim == 2 else len(states)), states.shape[-2]
 
-    def leave_layer(self, attends: bool) -> Callable[..., None]:
+    def enter_attention(self, module, args) -> None:
+        self.maps = Maps()
+        self.maps.__enter__()
+
+    def leave_attention(self, module, args, output) -> None:
+        if (maps := self.maps) is not None:
+            self.maps = None
+            maps.__exit__(None, None, None)
+            self.found += maps.found
+
+    def leave_layer(self, attention: nn.Module | None) -> Callable[..., None]:
         def leave(module, args, output) -> None:
             self.running = False
-            if self.seen != attends:
+            if (
+                attention is not None
+                and self.seen == 0
+                and len(self.found) == 1
+                and _shown.get().implementation == "eager"
+            ):
+                maps = self.found[0]
+                if maps.ndim == 3:  # (batch * heads, n, n)
+                    maps = maps.unflatten(0, (self.examples, -1))
+                self.check_size(attention, maps)
+                self.look(self.layer, Attended(attention, None, None, None, 1.0, maps, None, {}))
+                self.seen = 1
+            self.found = []
+            if (
+                self.seen == 0 and _shown.get().implementation == "none"
+            ):  # attention that is not computed has other marks
+                return
+            if self.seen != (attention is not None):
                 raise ValueError(
                     f"layer {self.layer} ({type(module).__name__}) called the attention interface {self.seen} times for its own "
-                    f"tokens, and {int(attends)} was expected: its attention cannot be measured."
+                    f"tokens, and {int(attention is not None)} was expected: its attention cannot be measured."
                 )
 
         return leave
 
+    def check_size(self, attention: nn.Module, rows: torch.Tensor) -> None:
+        """Refuse attention within windows, whose rows are not those of an example; `rows` are (batch, heads, n, ...)."""
+        if rows.ndim != 4 or len(rows) != self.examples:
+            raise ValueError(
+                f"{type(attention).__name__} in layer {self.layer} attends in parts {tuple(rows.shape)}, and the batch has "
+                f"{self.examples} examples: attention within windows is not measured."
+            )
+
     def __call__(self, attended: Attended) -> torch.Tensor | None:
         if not self.running or attended.module not in self.own:
             return None
+        self.check_size(attended.module, attended.query)
         self.seen += 1
         return self.look(self.layer, attended)
 

@@ -11,18 +11,20 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..families.architectures import attention_of, base_of, layers_of
 from ..families.projections import QueryKey, Values
-from ..families.stream import is_norm
+from ..families.stream import is_norm, tensors_in
 from ..files.running import evaluating
 from .batches import first_example, run
 from .interface import Attended, showing_layers
 
 
 LINEAR = (nn.Linear, Conv1D)
+PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm"}
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
@@ -60,18 +62,57 @@ class Layout:
         return torch.stack([found[module][row] for module, row in rows]).unflatten(0, numbers.shape)
 
 
+class Products(TorchFunctionMode):
+    """Finds queries, keys and values in the products of an attention module that does not call the interface."""
+
+    def __init__(self, reader: "Reader"):
+        super().__init__()
+        self.reader = reader
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        layout, given = self.reader.running, list(tensors_in([*args, *kwargs.values()]))[-2:]
+        # half precision has no room for the numbers
+        numbered = [tensor.dtype in (torch.float32, torch.float64) and tensor.ndim in (3, 4) for tensor in given]
+        product = getattr(func, "__name__", "") in PRODUCTS and len(given) == 2
+        if not product or layout is None or self.reader.attended is not None or not all(numbered):
+            return func(*args, **kwargs)
+        if layout.query is None:
+            self.reader.keep("query", by_head(given[0]), given[0].shape[-1])
+            self.reader.keep("key", by_head(given[1].mT), given[0].shape[-1])
+            if layout.query is None:
+                return func(*args, **kwargs)
+            return given[0].new_zeros(*given[0].shape[:-1], given[1].shape[-1], dtype=self.reader.dtype)
+        values = by_head(given[1])
+        self.reader.keep("value", values, values.shape[-1])
+        if layout.value is None:
+            return func(*args, **kwargs)
+        shape = (*given[0].shape[:-1], given[1].shape[-1])
+        heads = shape[1] if len(shape) == 4 else shape[0]
+        return self.reader.outputs(heads, shape[-1]).unsqueeze(-2).to(given[0].device).expand(shape)
+
+
+def by_head(numbers: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, n, r) from this shape or from (batch * heads, n, r), for a batch of one."""
+    return numbers if numbers.ndim == 4 else numbers[None]
+
+
 class Reader:
     """Sends the numbers of rows through one forward pass, and keeps the layout of each layer."""
 
     def __init__(self, model: PreTrainedModel, stack: ExitStack):
         self.layouts: dict[int, Layout] = {}
         self.inside: set[nn.Module] = set()
+        self.layer, self.dtype = -1, model.dtype
         self.running: Layout | None = None
         self.attended: torch.Tensor | None = None
+        self.products: Products | None = None
         for layer in dict.fromkeys(layers_of(model)):
+            stack.callback(layer.register_forward_pre_hook(self.enter).remove)
             if (attention := attention_of(model, layer)) is None:
                 continue
-            stack.callback(layer.register_forward_pre_hook(self.enter).remove)
+            stack.callback(attention.register_forward_pre_hook(self.enter_attention).remove)
+            stack.callback(attention.register_forward_hook(self.leave_attention, always_call=True).remove)
             for module in layer.modules():
                 if isinstance(module, LINEAR):
                     stack.callback(module.register_forward_pre_hook(self.before_linear).remove)
@@ -81,7 +122,18 @@ class Reader:
                 stack.callback(module.register_forward_hook(self.after_norm).remove)
 
     def enter(self, layer, args) -> None:
+        self.layer += 1
         self.running, self.attended = Layout(), None
+        self.layouts[self.layer] = self.running
+
+    def enter_attention(self, module, args) -> None:
+        self.products = Products(self)
+        self.products.__enter__()
+
+    def leave_attention(self, module, args, output) -> None:
+        if self.products is not None:
+            self.products.__exit__(None, None, None)
+            self.products = None
 
     def before_linear(self, module, args) -> tuple | None:
         layout = self.running
@@ -121,23 +173,29 @@ class Reader:
         return args[0]
 
     def look(self, layer: int, seen: Attended) -> torch.Tensor:
-        layout = self.running
-        assert layout is not None
+        width = seen.query.shape[-1]
         for name in ("query", "key", "value"):
-            numbers = getattr(seen, name)[0, :, 0].double()
-            factor = next((s for s in scales(seen, name) if whole(numbers / s)), None)
-            if factor is not None:
-                setattr(layout, name, (numbers / factor).round().long())
-        self.layouts[layer] = layout
+            self.keep(name, getattr(seen, name), width)
         batch, heads, n, _ = seen.query.shape
-        self.attended = 1 + torch.arange(heads * seen.value.shape[-1], dtype=torch.float64)
-        shape = (batch, n, heads, seen.value.shape[-1])
-        return self.attended.to(seen.query.device).view(*shape[2:]).expand(shape)
+        numbers = self.outputs(heads, seen.value.shape[-1]).to(seen.query.device)
+        return numbers.expand(batch, n, *numbers.shape)
+
+    def keep(self, name: str, states: torch.Tensor, width: int) -> None:
+        """Keep the numbers in queries, keys or values (batch, heads, n, r) if they are whole up to a factor."""
+        assert self.running is not None
+        numbers = states[0, :, 0].double()
+        factor = next((factor for factor in scales(name, width) if whole(numbers / factor)), None)
+        if factor is not None:
+            setattr(self.running, name, (numbers / factor).round().long())
+
+    def outputs(self, heads: int, width: int) -> torch.Tensor:
+        """The numbers (heads, v) that attention returns."""
+        self.attended = 1 + torch.arange(heads * width, dtype=torch.float64)
+        return self.attended.view(heads, width)
 
 
-def scales(seen: Attended, name: str) -> list[float]:
-    """Factors that a layer may have put on its queries before it calls the interface."""
-    width = seen.query.shape[-1]
+def scales(name: str, width: int) -> list[float]:
+    """Factors that a layer may have put on its queries before its products."""
     return [1.0, width**-0.5, width**-0.25, width**0.5] if name == "query" else [1.0, width**-0.25]
 
 
@@ -156,7 +214,13 @@ def read_layouts(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict
     with evaluating(base_of(model)), ExitStack() as stack:
         reader = Reader(model, stack)
         stack.enter_context(showing_layers(model, reader.look, "none"))
-        run(model, first_example(batch))
+        try:
+            run(model, first_example(batch))
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"the weights of layer {reader.layer} were not found, because {type(model).__name__} does not run on numbers of "
+                f"rows: {error}"
+            ) from error
     return reader.layouts
 
 

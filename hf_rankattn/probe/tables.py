@@ -8,7 +8,10 @@ from transformers import PreTrainedModel
 
 from ..families.architectures import base_of
 from ..files.running import Inputs, batches_of, forward_names
-from .batches import real_tokens
+from .batches import PACKED, real_tokens
+
+
+TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 
 class LongTable:
@@ -66,5 +69,7 @@ class LongTable:
 
 
 def examples_of(batch: Mapping[str, torch.Tensor]) -> int:
-    """The number of examples of a batch; `position_ids` may have one row for all of them."""
-    return max(len(value) for value in batch.values())
+    """The number of examples of a batch; `position_ids` may have one row for all of them, and texts have several images."""
+    if any(name in batch for name in TEXTS):
+        return next(len(batch[name]) for name in TEXTS if name in batch)
+    return 1 if any(name in batch for name in PACKED) else max(len(value) for value in batch.values())
