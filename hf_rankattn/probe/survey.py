@@ -319,7 +319,7 @@ def measure_checkpoint(
             raise ValueError(f"{error} Or give random_inputs=True.") from error
         source = f"images in {Path(dataset).name}"
     else:
-        images = ", or dataset, a folder of images" if reads(model) == "pixel_values" else ""
+        images = ", or a folder of images as `dataset`" if reads(model) == "pixel_values" else ""
         raise ValueError(f"{name} reads {reads(model)}, not text: give random_inputs=True{images}.")
     with choosing_tower(inside):
         not_measured = impossible_variants(model, batches[0]) if variants is None else {}
