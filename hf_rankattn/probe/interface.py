@@ -76,15 +76,15 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 
 def shown_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     look, implementation = _shown.get()
+    output = maps = None
+    if implementation != "none":
+        function = eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if implementation == "none":
-        replaced = look(Attended(module, query, key, value, scale, None, attention_mask, kwargs))
-        if replaced is not None:
-            return replaced, None
-        implementation, look = "sdpa", lambda seen: None  # attention outside of the layers, such as in another tower
-    function = eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     replaced = look(Attended(module, query, key, value, scale, maps, attention_mask, kwargs))
+    if replaced is None and implementation == "none":  # the attention of another tower, or to another one
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     return output if replaced is None else replaced, maps
 
 
