@@ -9,7 +9,7 @@ import pytest
 import torch
 from testing_probe import run as run_command
 from testing_probe import small
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, T5Config, T5Model
 
 from hf_rankattn import package_text
 from hf_rankattn.report.results import read_survey, survey_section
@@ -17,9 +17,6 @@ from hf_rankattn.report.summary import findings
 
 
 QUICK = ("--examples", "3", "--length", "24", "--batch-size", "2")
-NO_SKIP = (
-    "the skip connection around attention cannot be removed from {}: its layers add to the residual stream in their"
-)
 
 
 def make(kind, folder, tokenizer):
@@ -43,7 +40,7 @@ def run(capsys):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Drawing takes most of the time of the command."""
-    monkeypatch.setattr("hf_rankattn.report.plots.FIGURES", {})
+    monkeypatch.setattr("hf_rankattn.report.results.FIGURES", {})
 
 
 def numbers(value):
@@ -59,7 +56,7 @@ def test_every_number_of_the_prose_is_a_field(kind, tmp_path, tokenizer, run):
     code, output, error = run(make(kind, tmp_path / kind, tokenizer), "--out", tmp_path / "out", "--json", *QUICK)
     assert code == 0, error
     report = json.loads(output, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert len({finding["name"] for finding in report["findings"]}) == len(report["findings"]) == 8
+    assert len({finding["name"] for finding in report["findings"]}) == len(report["findings"]) == 11
     for finding in report["findings"]:
         prose = " ".join(finding[part] for part in ("question", "answer", "compare"))
         fields = numbers(finding["values"])
@@ -90,19 +87,47 @@ def test_numbers_are_those_of_the_table(tmp_path, tokenizer, run):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_a_decoder_says_what_could_not_be_measured_and_its_own_name(kind, tmp_path, tokenizer, run):
+def test_a_decoder_is_measured_in_all_variants_under_its_own_name(kind, tmp_path, tokenizer, run):
     code, output, error = run(make(kind, tmp_path / "model", tokenizer), "--out", tmp_path / "out", *QUICK)
     assert code == 0, error
     words = " ".join(re.sub(r"[│┃]", " ", output).split())
-    assert words.count("not measured:") == 2 and f"{kind}, 2 layers of 4 heads" in words
+    assert "not measured" not in words and f"{kind}, 2 layers of 4 heads" in words
     assert "Llama" not in words and "rankattn convert" not in words  # convert does not take decoders
     table, facts = read_survey(tmp_path / "out")
-    assert set(facts["not_measured"]) == {"san", "san+mlp"} and "Llama" not in json.dumps(facts)
-    for finding in findings(table, facts)[2:4]:
-        assert finding.answer.startswith("not measured: " + NO_SKIP.format(kind)), finding
-        assert finding.values["relative_residual"] is None
+    assert facts["not_measured"] == {} and "Llama" not in json.dumps(facts)
+    found = {finding.name: finding for finding in findings(table, facts)}
+    # with attention alone the tokens of a causal model can only become equal to the first, and by a constant factor
+    alone = found["collapse/san"]
+    assert "the first one, which sees only itself" in alone.compare and alone.values["content_free_factor"] == 0.5
+    assert alone.values["rate"] != "doubly_exponential" and len(alone.values["relative_residual"]) == 3
+    assert "which sees only itself" not in found["collapse/transformer"].compare
     section = survey_section(table, facts, {})
-    assert section.paragraphs[0].startswith(f"{kind}, 2 layers") and "not measured" in str(section.tables)
+    assert section.paragraphs[0].startswith(f"{kind}, 2 layers")
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_what_a_model_does_not_allow_has_a_reason(tmp_path, run):
+    """T5 adds a position bias to its logits, so they are not products of queries and keys."""
+    sizes = {"d_model": 16, "d_kv": 4, "num_heads": 4, "num_layers": 2, "d_ff": 24, "vocab_size": 60}
+    T5Model(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path / "t5")
+    options = ["--random-inputs", "--tower", "encoder", *QUICK]
+    code, output, error = run(tmp_path / "t5", "--out", tmp_path / "out", *options)
+    assert code == 0, error
+    words = " ".join(re.sub(r"[│┃]", " ", output).split())
+    assert words.count("not measured:") == 1 and "T5Attention adds a position bias" in words
+    table, facts = read_survey(tmp_path / "out")
+    assert set(facts["not_measured"]) == {"logits"} and set(table.question) == {
+        "inputs",
+        "collapse",
+        "attention",
+        "weights",
+    }
+    (finding,) = [entry for entry in findings(table, facts) if entry.name == "logits/not_measured"]
+    assert finding.answer == f"not measured: {facts['not_measured']['logits']}"
+    assert facts["tower"] == "encoder" and facts["title"].endswith("t5, encoder")
+    # the error on the command line has no quotes around names of Python
+    code, _, error = run(tmp_path / "t5", "--out", tmp_path / "x", "--random-inputs", *QUICK)
+    assert code == 2 and "give one as --tower, of 'encoder', 'decoder'" in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -110,11 +135,8 @@ def test_variants_that_were_not_asked_for_are_not_missed(tmp_path, tokenizer, ru
     folder = make("gpt2", tmp_path / "gpt2", tokenizer)
     code, output, _ = run(folder, "--out", tmp_path / "out", "--variants", "transformer", *QUICK)
     assert code == 0 and "not measured" not in output
-    code, _, error = run(folder, "--out", tmp_path / "x", "--variants", "san", *QUICK)
-    assert code == 2 and f"the variant san is not possible: {NO_SKIP.format('gpt2')}" in error
-    assert (
-        error.endswith("Possible variants: san+skip, transformer.\n") and "`" not in error and error.count("\n") == 1
-    )
+    code, _, error = run(folder, "--out", tmp_path / "x", "--variants", "alone", *QUICK)
+    assert code == 2 and "there are san, san+mlp, san+skip, transformer" in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -80,6 +80,25 @@ def test_a_measured_checkpoint_becomes_a_page(tmp_path):
     assert len(page.all("img")) == 3 and "How much query-key rank do the weights hold?" in page.words
 
 
+def test_the_page_of_a_measurement_has_two_drawings_with_every_value(tmp_path):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
+    folder = tmp_path / HOSTILE.replace("/", "_")
+    BertConfig(**sizes, vocab_size=50).save_pretrained(folder)
+    table, facts = measure_checkpoint(str(folder), random_init=True, random_inputs=True, examples=2, length=8)
+    (tmp_path / "measured").mkdir()
+    assert "report.html" in write_survey(table, facts, tmp_path / "measured")
+    page = check_page((tmp_path / "measured" / "report.html").read_text())
+    assert not page.all("img") and len(page.all("svg")) == 2
+    ranks = table[(table.question == "attention") & (table.metric == "effective_rank")].groupby(["layer", "head"])
+    for (layer, head), value in ranks.value.mean().items():
+        assert page.words.count(f"layer {layer}, head {head}: effective rank {value:.1f}") == 1
+    residuals = table[table.metric == "relative_residual"].groupby(["variant", "layer"]).value.mean()
+    assert f"attention alone, layer 2: {residuals['san', 2]:.2g}" in page.words
+    assert any(HOSTILE.replace("/", "_") in word for word in page.words)
+    text = (tmp_path / "measured" / "report.html").read_text()
+    assert text.index("In the median head") < text.index("<svg") < text.index("All answers")
+
+
 # file of a run, its damaged content or None where it is missing, message
 DAMAGED = {
     "claims": ("claims.json", b'[{"claim": 1}]', "does not hold claims"),

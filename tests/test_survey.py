@@ -63,7 +63,7 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         assert "attention alone" in " ".join(result.output.split())
         written = {path.name for path in (tmp_path / "out").iterdir()}
-        assert written == {"table.parquet", *(f"{name}.png" for name in FIGURES)}
+        assert written == {"table.parquet", "report.html", *(f"{name}.png" for name in FIGURES)}
         table = pd.read_parquet(tmp_path / "out" / "table.parquet")
         assert " ".join(table.columns) == "model question variant layer head example component metric value"
         assert set(table.question) == {"inputs", "collapse", "attention", "logits", "weights"}
@@ -166,10 +166,11 @@ class TestOtherInputs:
         for name in ("vit", "points"):
             message = refused(tmp_path / name, "--out", tmp_path / "x", *QUICK)
             assert "not text: give random_inputs=True" in message
+            assert ("a folder of images" in message) == (name == "vit")
             result = run(tmp_path / name, "--out", tmp_path / f"{name}-out", "--random-inputs", *QUICK)
             assert result.exit_code == 0, result.exception
         table, facts = measure_checkpoint(str(tmp_path / "gpt2"), examples=3, length=24, batch_size=2)
-        assert facts["causal"] and set(table.variant.dropna()) == {"san+skip", "transformer"}
+        assert facts["causal"] and set(table.variant.dropna()) == set(VARIANTS) and not facts["not_measured"]
         answers = " ".join(entry.compare for entry in findings(table, facts))
         assert "of their past at random: 12" in answers  # (n + 1) / 2 of 24
 
@@ -275,9 +276,14 @@ class TestRefusals:
 
     def test_checkpoints_that_are_not_what_they_say(self, checkpoint, tmp_path):
         assert "cannot be read as a checkpoint" in refused(tmp_path / "nothing-here", "--out", tmp_path / "x")
-        (tmp_path / "t5").mkdir()
-        (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5"}))
-        assert "no row for model type 't5'" in refused(tmp_path / "t5", "--out", tmp_path / "x")
+        for name in ("t5", "resnet"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        # before weights are looked for, of which there are none
+        message = refused(tmp_path / "t5", "--out", tmp_path / "x")
+        assert "T5Model has 2 lists of layers: give one as `tower`, of 'encoder', 'decoder'" in message
+        assert "ResNetModel has no list of layers" in refused(tmp_path / "resnet", "--out", tmp_path / "x")
+        assert "has one tower: leave out --tower" in refused(checkpoint, "--tower", "decoder", "--out", tmp_path / "x")
         half = BertModel.from_pretrained(checkpoint)
         weights = {name: value for name, value in half.state_dict().items() if "layer.1" not in name}
         half.save_pretrained(tmp_path / "half", state_dict=weights)

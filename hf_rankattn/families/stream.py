@@ -224,7 +224,7 @@ POINTWISE_HOMES = ("torch.nn.modules.activation", "transformers.activations")
 def mlps_of(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules of a layer that treat each token alone, and so may run on one token if their output is not used."""
     for module in layer.children():
-        if any(attends(part) for part in module.modules()):
+        if is_norm(module) or any(attends(part) for part in module.modules()):
             continue
         leaves = [leaf for leaf in module.modules() if next(leaf.children(), None) is None]
         other = [

@@ -1,11 +1,12 @@
-"""From texts to batches of tokens, and random batches for models that read no text."""
+"""From texts to batches of tokens, from images to batches of pixels, and random batches for any model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..families.architectures import family_of
@@ -17,6 +18,7 @@ Batch = dict[str, torch.Tensor]
 # a text, a pair of texts, or the words of a text
 Text = str | tuple[str, str] | list[str]
 BATCH = 8
+SOUNDS = ("input_values", "input_features")
 
 
 class UnfitTokenizer(ValueError):
@@ -64,6 +66,8 @@ def text_batches(
     padding = tokenizer.pad_token is not None
     batches = padded_batches(tokenizer, kept, length, batch_size if padding else 1, padding=padding)
     check_tokens(tokenizer, batches, config)
+    if getattr(config, "is_encoder_decoder", False):  # the decoder reads the text, too
+        return [{**batch, "decoder_input_ids": batch["input_ids"]} for batch in batches]
     return batches
 
 
@@ -90,20 +94,108 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Batch], c
 
 
 def random_batches(config, examples: int, length: int, batch_size: int, seed: int) -> list[Batch]:
-    """Batches of uniformly random ids, of random images, or of random unit points, whichever the model reads."""
+    """Batches of uniformly random ids, or of normally distributed images, sounds or unit points, whichever the model of
+    `config` reads. Images and sounds have the size of the model, and `length` tokens where that is free."""
     if examples < 1 or batch_size < 1 or length < 2:
         raise ValueError(f"got {examples} examples of {length} tokens: give at least 1 of at least 2.")
-    check_length(config, length)
     random = np.random.default_rng(np.random.SeedSequence([seed, 1]))
-    if getattr(config, "image_size", None):
-        images = random.standard_normal((examples, config.num_channels, config.image_size, config.image_size))
-        everything = {"pixel_values": torch.from_numpy(images).float()}
-    elif getattr(config, "input_dim", None):
-        points = torch.from_numpy(random.standard_normal((examples, length, config.input_dim))).float()
-        everything = {"points": torch.nn.functional.normalize(points, dim=-1)}
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(random.standard_normal((examples, *shape))).float()
+
+    def ids(config, length: int) -> torch.Tensor:
+        check_length(config, length)
+        return torch.from_numpy(random.integers(0, config.vocab_size, (examples, length)))
+
+    wanted, text = main_input(config), config.get_text_config()
+    if dimension := getattr(config, "input_dim", None):
+        everything = {"points": torch.nn.functional.normalize(normal(length, dimension), dim=-1)}
+    elif wanted == "input_ids" and getattr(text, "vocab_size", None):
+        everything = {wanted: ids(text, length)}
+        # a model such as CLIP always reads both, and a language model with eyes reads texts without images
+        if image_size(getattr(config, "vision_config", None)) and not placeholder(config):
+            everything["pixel_values"] = normal(*image_size(config.vision_config))
+    elif wanted == "pixel_values" and image_size(config):
+        everything = {wanted: normal(*image_size(config))}
+    elif wanted in SOUNDS and (size := sound_size(config, wanted, length)):
+        everything = {wanted: normal(*size)}
     else:
-        everything = {"input_ids": torch.from_numpy(random.integers(0, config.vocab_size, (examples, length)))}
+        raise ValueError(
+            f"random inputs cannot be made for a model of type {config.model_type}, which reads {wanted}."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        limit = getattr(config, "max_target_positions", None) or length
+        everything["decoder_input_ids"] = (
+            everything[wanted] if wanted == "input_ids" else ids(text, min(length, limit))
+        )
     return [
         {name: value[start : start + batch_size] for name, value in everything.items()}
         for start in range(0, examples, batch_size)
     ]
+
+
+def main_input(config) -> str:
+    """The name of the first input of the base model of a config."""
+    model = AutoModel._model_mapping.get(type(config), None)
+    model = model[0] if isinstance(model, tuple | list) else model
+    return getattr(model, "main_input_name", "input_ids")
+
+
+def placeholder(config) -> bool:
+    """Whether texts have a token where an image belongs."""
+    return any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+
+
+def image_size(config) -> tuple[int, ...]:
+    """(channels, height, width), with the number of frames in front for videos; empty if the config does not say."""
+    size = getattr(config, "image_size", None)
+    if not size:
+        return ()
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(config, "num_channels", None) or 3
+    frames = getattr(config, "num_frames", None)
+    return (frames, channels, height, width) if frames else (channels, height, width)
+
+
+def sound_size(config, wanted: str, length: int) -> tuple[int, ...]:
+    """The size of an example of a model of sounds, of `length` tokens where that is free; empty if the config does not say."""
+    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if wanted == "input_values":
+        if bins:  # a spectrogram of fixed size
+            return config.max_length, bins
+        if not getattr(config, "conv_kernel", None):
+            return ()
+        samples = length
+        for kernel, stride in reversed(list(zip(config.conv_kernel, config.conv_stride, strict=True))):
+            samples = (samples - 1) * stride + kernel
+        return (samples,)
+    if width := getattr(config, "feature_projection_input_dim", None):
+        return length, width
+    if width := getattr(config, "input_feat_per_channel", None):
+        return length * 2**config.num_conv_layers, width * config.input_channels
+    if bins and positions:  # as Whisper, which reads half a minute and halves its frames
+        return bins, 2 * positions
+    if bins and (factor := getattr(config, "subsampling_factor", None)):
+        return length * factor, bins
+    return ()
+
+
+def image_batches(processor, folder: str | Path, examples: int, batch_size: int = BATCH) -> list[Batch]:
+    """Batches of the first images in a folder and its subfolders, in the order of their paths."""
+    from PIL import Image
+
+    suffixes = Image.registered_extensions()
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix.lower() in suffixes)
+    if not files:
+        raise ValueError(f"{folder} has no images: give a folder with files such as PNG or JPEG.")
+    batches = []
+    for start in range(0, min(examples, len(files)), batch_size):
+        images = []
+        for file in files[start : min(start + batch_size, examples)]:
+            try:
+                with Image.open(file) as image:
+                    images.append(image.convert("RGB"))
+            except OSError as error:
+                raise ValueError(f"{file} cannot be read as an image: {one_line(error)}") from error
+        batches.append({"pixel_values": processor(images=images, return_tensors="pt")["pixel_values"]})
+    return batches

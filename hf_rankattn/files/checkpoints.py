@@ -11,9 +11,17 @@ import torch
 import yaml
 from huggingface_hub import DatasetCard
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ADAPTER_CONFIG_NAME, cached_file, logging
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import ADAPTER_CONFIG_NAME, cached_file, is_gguf_available, logging
 from transformers.utils.hub import resolve_revision
+from transformers.utils.import_utils import GGUF_MIN_VERSION
 
 from ..models.rank_attention import check_depth, weight_files
 from ..models.rank_attention import check_shard_names as check_shard_names
@@ -84,11 +92,35 @@ def refuse_adapter(name: str | Path, revision: str | None = None) -> None:
         )
 
 
-def load_config(name: str | Path, revision: str | None = None) -> Any:
-    """The config of a checkpoint, without remote code."""
+def gguf_options(name: str | Path, file: str | None = None) -> dict[str, str]:
+    """The option of `from_pretrained` for weights in GGUF: the file that is named, or the only weights of a folder.
+
+    GGUF files hold tensors and plain values, no code. transformers reads them with the package `gguf`.
+    """
+    folder = Path(name)
+    if file is None:
+        found = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise ValueError(f"{name} has {len(found)} GGUF files: name one with --gguf, of {names}.")
+        if not found:
+            return {}
+        file = found[0].name
+    if folder.is_dir() and not (folder / file).is_file():
+        raise ValueError(f"there is no GGUF file {file} in {name}.")
+    if not file.endswith(".gguf"):
+        raise ValueError(f"--gguf must name a file that ends in .gguf, got {file}.")
+    if not is_gguf_available():
+        raise ValueError(f"{file} needs the package gguf: pip install 'gguf>={GGUF_MIN_VERSION}'.")
+    # a path, because transformers would prefer a file of this name in the working directory
+    return {"gguf_file": str((folder / file).resolve()) if folder.is_dir() else file}
+
+
+def load_config(name: str | Path, revision: str | None = None, **options) -> Any:
+    """The config of a checkpoint, without remote code; `options` as in `from_pretrained`."""
     refuse_adapter(name, revision)
     with readable(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision, **options)
         layers = getattr(config, "num_hidden_layers", None)
         check_depth(layers or 0)
         if layers == 0:
@@ -143,7 +175,8 @@ def load_model(
     `needed` tells by their names which weights the checkpoint must hold; `hint` ends the error about missing ones.
     `say_unused` warns about weights that the class does not have, and about random weights.
     """
-    revision = check_weights(name, config, revision)
+    if not options.get("gguf_file"):
+        revision = check_weights(name, config, revision)
     safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True, "revision": revision}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # missing weights are an error below
@@ -180,23 +213,39 @@ class NoTokenizer(ValueError):
     """A checkpoint has no tokenizer, or one that cannot be read."""
 
 
+def load_image_processor(name: str | Path, revision: str | None = None) -> Any:
+    """The image processor of a checkpoint; raises [`NoTokenizer`]."""
+    try:
+        return AutoImageProcessor.from_pretrained(name, trust_remote_code=False, revision=revision)
+    except Exception as error:
+        raise NoTokenizer(
+            f"no image processor can be read from {name} ({one_line(error)}). Add its preprocessor_config.json to the "
+            "checkpoint."
+        ) from error
+
+
 def load_tokenizer(
-    name: str | Path, revision: str | None = None, padding_side: str | None = "right"
+    name: str | Path, revision: str | None = None, padding_side: str | None = "right", **options
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint, with a padding token where it has any token for it; raises [`NoTokenizer`].
 
     Padding on the right keeps absolute positions independent of the other texts in a batch; None keeps the side that
-    the tokenizer was saved with.
+    the tokenizer was saved with. `options` are those of `from_pretrained`.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, revision=revision, **options)
     except Exception as error:  # every tokenizer format has its own errors
         raise NoTokenizer(
             f"no tokenizer can be read from {name} ({one_line(error)}). Add its tokenizer files to the checkpoint."
         ) from error
     names = tokenizer.vocab_files_names.values()
     # transformers makes an empty tokenizer for a folder without tokenizer files
-    if names and Path(name).is_dir() and not any((Path(name) / file).is_file() for file in ("tokenizer.json", *names)):
+    if (
+        names
+        and not options
+        and Path(name).is_dir()
+        and not any((Path(name) / file).is_file() for file in ("tokenizer.json", *names))
+    ):
         raise NoTokenizer(f"{name} has no tokenizer. Add its tokenizer files to the checkpoint.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token

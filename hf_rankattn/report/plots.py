@@ -142,9 +142,13 @@ def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     for axis, metric in zip(axes[0], (first, "argmax_coverage"), strict=True):
         chosen = rows[rows.metric == metric]
         shares = chosen.value / chosen.example.map(tokens).astype(float)
-        share = shares.groupby([chosen.layer, chosen["head"]]).mean().unstack().to_numpy(dtype=float)
+        means = shares.groupby([chosen.layer, chosen["head"]]).mean().unstack()
+        share = means.to_numpy(dtype=float)
         image = axis.imshow(share, cmap="viridis", vmin=0, vmax=max(0.7, np.nanmax(share)), aspect="auto")
         axis.set(xlabel="head", ylabel="layer", xticks=ticks(share.shape[1]), yticks=ticks(share.shape[0]))
+        axis.set_yticklabels(
+            [means.index[row] for row in ticks(share.shape[0])]
+        )  # layers without attention are left out
         axis.set_title(ATTENTION_PANELS[metric], fontsize=10)
         bar = figure.colorbar(image, ax=axis)
         free = content_free_share(metric, n, causal)
@@ -171,7 +175,11 @@ def spectra_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
     from matplotlib.ticker import MaxNLocator
 
     rows = table[table.metric == "energy_share"]
-    chosen = sorted({round(x) for x in np.linspace(0, facts["layers"] - 1, min(PANELS, facts["layers"]))})
+    layers = sorted(rows.layer.unique())
+    chosen = [
+        layers[place]
+        for place in sorted({round(x) for x in np.linspace(0, len(layers) - 1, min(PANELS, len(layers)))})
+    ]
     wanted = (4, 3, 5, 6) if len(chosen) <= 12 else (6, 5, 4)
     columns = next((count for count in wanted if len(chosen) % count == 0), min(len(chosen), 4))
     lines = math.ceil(len(chosen) / columns)

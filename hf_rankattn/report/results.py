@@ -12,15 +12,22 @@ import pyarrow.parquet as pq
 
 from ..files.atomic import finish_replacement
 from ..files.companions import read_json
+from .drawings import curves, heat_map
 from .html import Grid, Section, claims_grid, png_picture, render_page
-from .plots import FIGURES
-from .summary import findings
+from .plots import FIGURES, VARIANTS
+from .summary import comparison, findings, opening_sentences
 from .verdicts import count_verdicts
 
 
-MANIFEST, CLAIMS, TABLE = "experiment.json", "claims.json", "table.parquet"
+MANIFEST, CLAIMS, TABLE, PAGE = "experiment.json", "claims.json", "table.parquet", "report.html"
 FIELDS = ("claim", "source", "published", "measured", "verdict")
 DEPTH = 2  # runs/NAME/SCALE
+# the questions that each figure of FIGURES shows; it is drawn if one of them was measured
+FIGURE_QUESTIONS = {
+    "residuals": ("collapse",),
+    "attention_rank": ("attention",),
+    "query_key_spectra": ("weights", "logits"),
+}
 SURVEY_FIGURES = {
     "residuals": "Relative residual by layer, with and without skips and MLPs",
     "attention_rank": "Rank of the attention maps by layer and head",
@@ -47,7 +54,9 @@ def report_page(folder: str | Path) -> str:
         sections.append(run_section(path, manifest))
     for summary in sorted(folder.glob("claims-*.json")):
         sections += summary_sections(summary, told)
-    sections += [survey_section(*read_survey(path), read_figures(path)) for path in surveys]
+    experiments = len(sections)
+    for path in surveys:
+        sections += stored_sections(path)
     if not sections:
         message = f"{folder} holds no results of rankattn reproduce ({CLAIMS}) or of rankattn measure ({TABLE})."
         if unfinished:
@@ -57,11 +66,25 @@ def report_page(folder: str | Path) -> str:
     footer += [f"Left out, as the run has not ended: {path.relative_to(folder)}." for path in unfinished]
     what = " and ".join(
         f"{count} {name}{'' if count == 1 else 's'}"
-        for count, name in ((len(sections) - len(surveys), "experiment"), (len(surveys), "measured model"))
+        for count, name in ((experiments, "experiment"), (len(surveys), "measured model"))
         if count
     )
     lead = f"{what}, published numbers beside ours."
     return render_page("Rank of attention: results", lead, sections, footer=footer)
+
+
+def stored_sections(folder: Path) -> list[Section]:
+    """The sections of a folder of `rankattn measure`."""
+    table, facts = read_survey(folder)
+    try:
+        parts = surveys_of(table, facts)
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{folder / TABLE} is not a table of rankattn measure: {type(error).__name__} {error}."
+        ) from error
+    if len(parts) == 1:
+        return [survey_section(*parts[0], read_figures(folder))]
+    return [comparison_section(parts), *(opening_section(*part) for part in parts)]
 
 
 def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
@@ -131,14 +154,75 @@ def survey_facts(path: Path) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
-def write_survey(table: pd.DataFrame, facts: dict[str, Any], folder: Path) -> list[str]:
-    """Write `table.parquet` and the figures to a folder; returns the names of the files."""
+def write_survey(table: pd.DataFrame, facts: dict[str, Any] | list[dict[str, Any]], folder: Path) -> list[str]:
+    """Write `table.parquet`, the figures and `report.html` to a folder; returns the names of the files.
+
+    With a list of facts, the column `checkpoint` of the table names the checkpoint of each.
+    """
     arrow = pa.Table.from_pandas(table, preserve_index=False)
-    metadata = {**(arrow.schema.metadata or {}), b"hf_rankattn": json.dumps(facts).encode()}
+    told = facts if isinstance(facts, dict) else {"checkpoints": facts}
+    metadata = {**(arrow.schema.metadata or {}), b"hf_rankattn": json.dumps(told).encode()}
     pq.write_table(arrow.replace_schema_metadata(metadata), folder / TABLE)
-    for name, draw in FIGURES.items():
-        draw(table, facts).savefig(folder / f"{name}.png")
+    parts = surveys_of(table, told)
+    for part, own in parts:
+        label = f"{re.sub('[^A-Za-z0-9._-]+', '-', own['checkpoint'])}-" if "checkpoint" in own else ""
+        for name, draw in FIGURES.items():
+            if set(part.question) & set(FIGURE_QUESTIONS[name]):
+                draw(part, own).savefig(folder / f"{label}{name}.png")
+    (folder / PAGE).write_text(survey_page(parts), encoding="utf-8")
     return sorted(path.name for path in folder.iterdir())
+
+
+def surveys_of(table: pd.DataFrame, facts: dict[str, Any]) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
+    """The table and the facts of each checkpoint of a table of `rankattn measure`."""
+    if "checkpoints" not in facts:
+        return [(table, facts)]
+    return [(table[table.checkpoint == own["checkpoint"]], own) for own in facts["checkpoints"]]
+
+
+def survey_page(parts: Sequence[tuple[pd.DataFrame, dict[str, Any]]]) -> str:
+    """The page of measurements: for each checkpoint two drawings and three sentences, and then all answers."""
+    sections = [opening_section(table, facts) for table, facts in parts]
+    if len(parts) > 1:
+        sections.append(comparison_section(parts))
+    sections += [survey_section(table, facts, {}, "All answers") for table, facts in parts]
+    lead = "How much rank the attention has and uses, and how apart the tokens stay."
+    versions = parts[0][1].get("versions", {})
+    footer = ["Written by rankattn measure. The numbers are in table.parquet."]
+    footer += [", ".join(f"{name} {number}" for name, number in versions.items()) + "."] if versions else []
+    return render_page("Rank of attention, measured", lead, sections, footer=footer, kind="measure")
+
+
+def opening_section(table: pd.DataFrame, facts: dict[str, Any]) -> Section:
+    sentences = opening_sentences(findings(table, facts))
+    rows = table[(table.question == "collapse") & (table.metric == "relative_residual")]
+    lines = {
+        label: rows[rows.variant == variant].groupby("layer").value.mean().tolist()
+        for variant, (label, *_) in VARIANTS.items()
+        if (rows.variant == variant).any()
+    }
+    said = " ".join(sentences)
+    caption = (
+        "Relative residual of the tokens by layer, mean over the examples. 1: nothing is shared; 0: all are equal."
+    )
+    pictures = [curves(lines, facts["precision_floor"], f"{caption} {said}", caption)] if lines else []
+    maps = table[(table.question == "attention") & table.metric.isin(["effective_rank", "participation_ratio"])]
+    if len(maps):
+        metric = "effective_rank" if (maps.metric == "effective_rank").any() else "participation_ratio"
+        word = metric.replace("_", " ")
+        values = maps[maps.metric == metric].groupby(["layer", "head"]).value.mean().unstack()
+        tokens = float(table[table.metric == "tokens"].value.mean())
+        caption = (
+            f"{word.capitalize()} of each attention map, mean over the examples; the most is {tokens:.0f}, the number of "
+            "tokens. Rest the pointer on a cell to see its value."
+        )
+        pictures.append(heat_map(values, tokens, f"{caption} {said}", caption, word))
+    return Section(facts["title"], sentences, (), pictures)
+
+
+def comparison_section(parts: Sequence[tuple[pd.DataFrame, dict[str, Any]]]) -> Section:
+    rows = comparison([findings(table, facts) for table, facts in parts])
+    return Section("Side by side", (), [Grid(["question", *(facts["checkpoint"] for _, facts in parts)], rows)])
 
 
 def read_survey(folder: Path) -> tuple[pd.DataFrame, dict[str, Any]]:

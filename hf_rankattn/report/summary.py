@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import pandas as pd
 
 from ..families.slots import CONVERTIBLE
 from ..measure import collapse_rate
+from ..measure.spectrum import SINK
 from .plots import PUBLISHED_NAMES, content_free_share, published_residuals
 
 
@@ -43,8 +45,22 @@ KINDS = {
     "unclear": "too few layers to tell the rate",
     "none": "slowly",
 }
+CAUSAL_COLLAPSE = (
+    "0: all tokens equal the first one, which sees only itself. Causal maps that ignore content come to a factor of 0.5 a "
+    "layer, so the fall is geometric; without a mask it can be doubly exponential"
+)
 ENERGY, SHARE = 0.9, "90 %"  # of `energy_rank` in the tables of `rankattn measure`
 
+
+NOT_MEASURED = {
+    "attention": "How much rank do the attention maps have?",
+    "weights": "How much query-key rank do the weights hold?",
+    "logits": "How much of it do the logits use on these inputs?",
+}
+# questions that name the number of tokens, where checkpoints differ in it
+SHORT = dict.fromkeys(
+    ("attention/effective_rank", "attention/participation_ratio"), "How many directions does an attention map use?"
+)
 
 # question of the table -> question to the reader, what to compare the answer with
 SPECTRA = {
@@ -60,7 +76,7 @@ SPECTRA = {
 
 
 def number(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.01 else f"{value:.0e}"
+    return f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.0e}"
 
 
 def finite(value: float) -> float | None:
@@ -83,6 +99,9 @@ def collapse_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findin
             continue
         answer, values = collapse_answer(residuals.tolist(), facts["precision_floor"])
         compare = "1: tokens share nothing; 0: all tokens are equal"
+        if facts["causal"] and variant in ("san", "san+mlp"):
+            compare = CAUSAL_COLLAPSE
+            values["content_free_factor"] = 0.5
         curve = published[published.variant == variant].set_index("layer").value
         if len(curve):
             course, values["published"] = published_course(curve, variant, facts)
@@ -115,7 +134,9 @@ def collapse_answer(residuals: list[float], floor: float) -> tuple[str, dict[str
             answer += f" ({KINDS[rate.kind]})"
         return answer, values
     course = f"{start}, {number(residuals[-1])} after layer {last}"
-    return (f"hardly: {course} ({KINDS[rate.kind]})" if residuals[-1] < 0.1 else f"yes: {course}"), values
+    if residuals[-1] < 0.1:
+        return f"hardly: {course} ({KINDS[rate.kind]})", values
+    return f"yes: {course}" + ("" if rate.kind == "none" else f" ({KINDS[rate.kind]})"), values
 
 
 def published_course(curve: pd.Series, variant: str, facts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -128,6 +149,31 @@ def published_course(curve: pd.Series, variant: str, facts: dict[str, Any]) -> t
     if name.startswith("albert") and variant in ("san", "san+skip"):
         compare += " (with an activation, a skip and a norm of the MLPs left in)"
     return compare, {"model": name, "weights": kind, "input": float(curve[0]), "last": last, "last_layer": 12}
+
+
+def states_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Finding]:
+    """The effective rank of the token states of the whole model, and the layers that have no attention."""
+    rows = table[(table.question == "collapse") & (table.metric == "effective_rank")]
+    findings = []
+    if len(rows):
+        ranks, n = rows.groupby("layer").value.mean(), float(table[table.metric == "tokens"].value.mean())
+        lowest, last = int(ranks.idxmin()), int(ranks.index.max())
+        answer = (
+            f"{ranks.iloc[0]:.1f} at the input, {ranks.iloc[-1]:.1f} after layer {last} (effective rank; lowest "
+            f"{ranks.min():.1f} after layer {lowest})"
+        )
+        values = {"effective_rank": ranks.tolist(), "input": ranks.iloc[0], "last": ranks.iloc[-1], "last_layer": last}
+        values |= {"lowest": ranks.min(), "lowest_layer": lowest, "tokens": n}
+        compare = f"{n:.0f}, if {n:.0f} tokens have orthogonal states of equal size; 1, if all are multiples of one"
+        asked = "How many directions do the token states of the whole model have?"
+        findings.append(Finding("collapse/effective_rank", asked, answer, compare, values))
+    if missing := facts.get("without_attention"):
+        layers = ", ".join(map(str, missing))
+        counts = {"without_attention": missing, "count": len(missing), "layers": facts["layers"]}
+        answer = f"{len(missing)} of {facts['layers']}: {layers}"
+        asked, compare = "Which layers have no softmax attention?", "they stay whole when attention stands alone"
+        findings.append(Finding("layers/without_attention", asked, answer, compare, counts))
+    return findings
 
 
 def attention_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Finding]:
@@ -157,6 +203,26 @@ def attention_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findi
             law,
             {**spread(coverage), "tokens": n, "random_choice": ceiling},
         ),
+        *sink_findings(rows, n, causal),
+    ]
+
+
+def sink_findings(rows: pd.DataFrame, n: float, causal: bool) -> list[Finding]:
+    sinks, masses = (
+        rows[rows.metric == name].groupby(["layer", "head"]).value.mean() for name in ("sink_rate", "sink_mass")
+    )
+    if not len(sinks):
+        return []
+    even = sum(1 / row for row in range(1, round(n) + 1)) / n if causal else 1 / n
+    values = {"sink_rate": float(sinks.mean()), "sink_mass": float(masses.mean()), "largest_mass": float(masses.max())}
+    answer = (
+        f"{number(values['sink_rate'])} of the heads (sink rate); the mean weight on the first token is "
+        f"{number(values['sink_mass'])}, in the strongest head {number(values['largest_mass'])}"
+    )
+    asked = f"How many heads rest on the first token, with a mean weight above {SINK}?"
+    compare = f"mean weight of a map that looks at no content: {number(even)}"
+    return [
+        Finding("attention/sink_rate", asked, answer, compare, {**values, "threshold": SINK, "content_free": even})
     ]
 
 
@@ -186,6 +252,19 @@ def spectra_findings(table: pd.DataFrame, facts: dict[str, Any], given: str) -> 
             values["keep"] = keep = math.ceil(ranks.max())
             findings[-1].next_step = cut_command(given, keep, int(limit))
     return findings
+
+
+def value_findings(table: pd.DataFrame) -> list[Finding]:
+    rows = table[(table.question == "weights") & (table.metric == "value_energy_rank")]
+    ranks = rows.groupby(["layer", "head"]).value.mean()
+    if not len(ranks):
+        return []
+    answer = f"{ranks.median():.0f} directions hold {SHARE} of the energy (median head; {ranks.min():.1f} to {ranks.max():.1f})"
+    asked, values = (
+        "How many directions do the value-output weights of a head write?",
+        {**spread(ranks), "energy": ENERGY},
+    )
+    return [Finding("weights/value_energy_rank", asked, answer, "the width of a head's values is the most", values)]
 
 
 def why_no_cut(facts: dict[str, Any], spectra: list[Finding]) -> str:
@@ -220,5 +299,56 @@ def findings(table: pd.DataFrame, facts: dict[str, Any], given: str | None = Non
 
     `given` is the checkpoint as the user named it, for the command of the next step; by default the name in `facts`.
     """
-    spectra = spectra_findings(table, facts, given or facts["name"])
-    return [*collapse_findings(table, facts), *attention_findings(table, facts), *spectra]
+    collapse, attention = collapse_findings(table, facts), attention_findings(table, facts)
+    spectra = [*value_findings(table), *spectra_findings(table, facts, given or facts["name"])]
+    missing = [
+        Finding(f"{question}/not_measured", asked, f"not measured: {reason}", "-", {"reason": reason})
+        for question, asked in NOT_MEASURED.items()
+        if (reason := facts.get("not_measured", {}).get(question))
+    ]
+    return [*collapse, *states_findings(table, facts), *attention, *spectra, *missing]
+
+
+def opening_sentences(found: Sequence[Finding]) -> list[str]:
+    """Three sentences on tokens, maps and query-key directions; fewer where something was not measured."""
+    answers = {entry.name: entry.values for entry in found if entry.values.get("reason") is None}
+    sentences = []
+    if whole := answers.get("collapse/transformer"):
+        text = (
+            f"The relative residual of the tokens, which is 0 if all of them are equal, goes from {number(whole['input'])} at "
+            f"the input to {number(whole['last'])} after layer {whole['last_layer']} of the whole model"
+        )
+        alone = answers.get("collapse/san")
+        sentences.append(f"{text}, and to {number(alone['last'])} with attention alone." if alone else f"{text}.")
+    maps = answers.get("attention/effective_rank") or answers.get("attention/participation_ratio")
+    if maps:
+        sentences.append(
+            f"An attention map of {maps['tokens']:.0f} tokens uses {maps['mean']:.1f} directions in the mean over the heads, "
+            f"from {maps['min']:.1f} to {maps['max']:.1f}."
+        )
+    weights, logits = answers.get("weights/energy_rank"), answers.get("logits/energy_rank")
+    if weights and logits:
+        sentences.append(
+            f"In the median head, {weights['median']:.0f} of {weights['rank_limit']:.0f} query-key directions hold {SHARE} of the "
+            f"energy of the weights, and {logits['median']:.0f} hold {SHARE} of the energy of the logits on these inputs."
+        )
+    elif weights or logits:
+        name, values = ("weights", weights) if weights else ("logits", logits)
+        assert values is not None
+        sentences.append(
+            f"In the median head, {values['median']:.0f} of {values['rank_limit']:.0f} query-key directions hold {SHARE} of the "
+            f"energy of the {name}."
+        )
+    return sentences
+
+
+def comparison(found: Sequence[Sequence[Finding]]) -> list[list[str]]:
+    """The findings of several checkpoints as rows: a question, and the answer for each checkpoint."""
+    by_name = [{entry.name: entry for entry in findings} for findings in found]
+    rows = []
+    for name in dict.fromkeys(entry.name for findings in found for entry in findings):
+        entries = [answers.get(name) for answers in by_name]
+        asked = {entry.question for entry in entries if entry is not None}
+        question = asked.pop() if len(asked) == 1 else SHORT[name]
+        rows.append([question, *("-" if entry is None else entry.answer for entry in entries)])
+    return rows

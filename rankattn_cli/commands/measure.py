@@ -1,7 +1,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from typer import Argument, Option
 
@@ -12,16 +12,27 @@ EXAMPLE = "rankattn measure sentence-transformers/all-MiniLM-L6-v2 --out measure
 
 
 def measure(
-    model: str = Argument(help="A folder or a Hub repository with safetensors."),
+    models: list[str] = Argument(help="A folder or a Hub repository with safetensors; several are compared."),
     out: Path = Option(help="Folder to write table.parquet and the figures to."),
     text: Path | None = Option(None, help="UTF-8 text file: blank lines between texts, or one text per line."),
-    dataset: str | None = Option(None, help="A dataset on the Hub or in a folder, instead of a text file."),
+    dataset: str | None = Option(
+        None,
+        help="A dataset on the Hub or in a folder, instead of a text file; for models of images, a folder of images.",
+    ),
     split: str = Option("test", help="Split of the dataset."),
     column: str | None = Option(None, help="Column of the texts; needed if several columns are text."),
-    random_inputs: bool = Option(False, "--random-inputs", help="Use random ids, images or points, not text."),
+    random_inputs: bool = Option(False, "--random-inputs", help="Use random ids, images, sounds or points."),
     examples: int = Option(32, help="Number of texts."),
-    length: int = Option(128, help="Tokens per text; longer texts are cut."),
+    length: int | None = Option(
+        None, help="Tokens per text; longer texts are cut. Default: 128, or fewer if the model has fewer positions."
+    ),
     batch_size: int = Option(8, help="Texts per batch."),
+    tower: str | None = Option(
+        None, help="One side of a model with several: encoder, decoder, text, vision, audio, ... (errors list them)."
+    ),
+    gguf: str | None = Option(
+        None, help="A GGUF file of the checkpoint, instead of safetensors; needs the package gguf."
+    ),
     variants: str | None = Option(
         None, help="Comma-separated, of san, san+mlp, san+skip, transformer. Default: all that the model allows."
     ),
@@ -40,19 +51,26 @@ def measure(
     overwrite: bool = Option(False, "--overwrite", help="Replace earlier measurements in --out."),
     as_json: bool = Json,
 ) -> None:
-    """Measure the rank that a checkpoint has, uses and loses.
+    """Measure the rank that a checkpoint has, uses and loses, or compare several checkpoints.
 
     It answers three questions: Do tokens stay apart? How much rank do attention maps have? How much query-key rank is used?
     """
     from hf_rankattn.files.atomic import fresh_folder
-    from hf_rankattn.probe.survey import measure_checkpoint
-    from hf_rankattn.report.results import write_survey
-    from hf_rankattn.report.summary import findings
+    from hf_rankattn.probe.survey import measure_checkpoint, measure_checkpoints
+    from hf_rankattn.report.results import surveys_of, write_survey
+    from hf_rankattn.report.summary import comparison, findings
     from hf_rankattn.training.processes import join_processes, leave_processes
 
     read: dict = {"text": text, "dataset": dataset, "split": split, "column": column, "random_inputs": random_inputs}
     sizes: dict = {"examples": examples, "length": length, "batch_size": batch_size}
-    loading: dict = {"random_init": random_init, "dtype": dtype, "seed": seed, "revision": revision}
+    loading: dict = {
+        "random_init": random_init,
+        "dtype": dtype,
+        "seed": seed,
+        "revision": revision,
+        "tower": tower,
+        "gguf": gguf,
+    }
     devices: dict = {"device_map": device_map, "offload_folder": offload_folder}
     wanted = None if variants is None else [name.strip() for name in variants.split(",")]
     measured: dict = {"metrics": metrics, "variants": wanted}
@@ -66,23 +84,43 @@ def measure(
             task = bar.add_task("measuring", total=total)
             return lambda: bar.advance(task)
 
-        table, facts = measure_checkpoint(
-            model, **read, **sizes, **loading, **devices, **measured, start_progress=start
-        )
+        settings = {**read, **sizes, **loading, **devices, **measured, "start_progress": start}
+        facts: dict[str, Any] | list[dict[str, Any]]
+        if len(models) == 1:
+            table, facts = measure_checkpoint(models[0], **settings)
+        else:
+            table, facts = measure_checkpoints(models, **settings)
         leave_processes()
         if not first:
             return
         files = write_survey(table, facts, folder)
-    found = findings(table, facts, model)
-    if as_json:
-        print_json({"facts": facts, "findings": [entry.as_dict() for entry in found], "files": files})
+    told = facts if isinstance(facts, dict) else {"checkpoints": facts}
+    found = [findings(*part, model) for part, model in zip(surveys_of(table, told), models, strict=True)]
+    as_dicts = [[entry.as_dict() for entry in entries] for entries in found]
+    if isinstance(facts, list):
+        if as_json:
+            parts = [{"facts": own, "findings": entries} for own, entries in zip(facts, as_dicts, strict=True)]
+            print_json({"checkpoints": parts, "files": files})
+            return
+        print_table(["question", *(own["checkpoint"] for own in facts)], comparison(found), show_lines=True)
+        for own in facts:
+            say(run_line(own))
+        say(f"In {out}: {', '.join(files)}")
         return
-    rows = [(entry.question, entry.answer, entry.compare) for entry in found]
+    if as_json:
+        print_json({"facts": facts, "findings": as_dicts[0], "files": files})
+        return
+    rows = [(entry.question, entry.answer, entry.compare) for entry in found[0]]
     print_table(["question", "answer", "to compare"], rows, title=facts["title"], show_lines=True)
-    for entry in found:
+    for entry in found[0]:
         if entry.next_step:
             say(entry.next_step)
-    say(
-        f"{facts['model_type']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; {facts['examples']} "
-        f"examples from {facts['source']}; {facts['seconds']} s.\nIn {out}: {', '.join(files)}"
+    say(f"{run_line(facts)}\nIn {out}: {', '.join(files)}")
+
+
+def run_line(facts: dict[str, Any]) -> str:
+    name = f"{facts['checkpoint']}: " if "checkpoint" in facts else ""
+    return (
+        f"{name}{facts['model_type']}, {facts['layers']} layers of {facts['heads']} heads, {facts['dtype']}; "
+        f"{facts['examples']} examples from {facts['source']}; {facts['seconds']} s."
     )
