@@ -194,9 +194,18 @@ def models_of(model_type: str) -> Iterator[PreTrainedModel | Exception]:
             if size > 60_000_000:
                 raise TooLarge(f"{size / 1e6:.0f} million weights")
             torch.manual_seed(0)
-            yield AutoModel.from_config(config, dtype=torch.float32).eval()
+            yield livened(AutoModel.from_config(config, dtype=torch.float32).eval())
         except Exception as error:
             yield error
+
+
+def livened(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights that start at zero or near it, such as layer scales, would hide parts of a model: they get random values."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.is_floating_point() and not name.endswith("bias") and float(weight.abs().max()) < 1e-2:
+                weight.normal_(std=0.05)
+    return model
 
 
 def numbers(config: PreTrainedConfig, *names: str, default: int) -> int:

@@ -25,7 +25,7 @@ UPDATES: tuple[Kind, ...] = ("attention", "cross-attention", "mlp", "both")
 
 ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
 PRODUCTS = {"matmul", "__matmul__", "bmm", "einsum", "baddbmm"}
-SCALINGS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "div", "__truediv__"}
+SCALINGS = {"mul", "multiply", "mul_", "__mul__", "__imul__", "__rmul__", "div", "__truediv__"}
 NORMS = {"layer_norm", "rms_norm"}
 # functions whose result is their first argument in another shape, place or type; dropout is off while a model is measured
 UNCHANGED = {
@@ -79,9 +79,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(entry)
 
 
-def is_number(value: Any) -> bool:
-    """Whether a factor is the same for all tokens and features."""
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def is_parameter(value: Any) -> bool:
+    """Whether a factor or term is the same for all tokens."""
+    return isinstance(value, int | float) or (
+        isinstance(value, torch.Tensor) and (value.ndim < 2 or value.numel() == 1)
+    )
 
 
 def mark_of(tensor: Any) -> Mark | None:
@@ -148,8 +150,8 @@ class ResidualStream(TorchFunctionMode):
         first = mark_of(given[0])
         if first is not None and name in UNCHANGED:
             return first
-        if first is not None and name in SCALINGS and is_number(args[1] if len(args) > 1 else kwargs.get("other")):
-            return first
+        if name in SCALINGS | ADDITIONS and len(known) == 1 and is_parameter(args[0] if first is None else args[-1]):
+            return known[0]
         if first is not None and name in NORMS:
             return normed(first)
         for kind in ("attention", "cross-attention", "both"):
@@ -205,8 +207,9 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
-def misfit(mark: Mark | None, sums: list[Sum]) -> str:
-    """Why the residual sums of a layer are not those of a layer with one attention module; empty if they are."""
+def misfit(mark: Mark | None, sums: list[Sum], with_mlp: bool = False) -> str:
+    """Why the residual sums of a layer are not those of a layer with one attention module, and an MLP if `with_mlp`; empty if
+    they are."""
     attended = sum(entry.update in ("attention", "both") for entry in sums)
     if attended == 0:
         return "it adds no softmax attention to the stream that it gets"
@@ -214,6 +217,8 @@ def misfit(mark: Mark | None, sums: list[Sum]) -> str:
         return f"it adds attention {attended} times"
     if mark is None or mark.kind not in STREAM:
         return "what it returns is not the sum of its input and of the updates that were found"
+    if with_mlp and not any(entry.update in ("mlp", "both") for entry in sums):
+        return "it adds no MLP to the stream, so the MLPs of the model are elsewhere"
     return ""
 
 

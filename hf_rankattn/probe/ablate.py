@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -63,18 +64,22 @@ def replace_linear_maps(family: Family, layer: nn.Module, active: Active, stack:
     stack.callback(submodule(layer, family.mlp.down).register_forward_hook(replace).remove)
 
 
-def refuse_misfit(layer: nn.Module, mark: Mark | None, sums: list[Sum]) -> None:
-    if reason := misfit(mark, sums):
+def refuse_misfit(layer: nn.Module, mark: Mark | None, sums: list[Sum], with_mlp: bool = False) -> None:
+    if reason := misfit(mark, sums, with_mlp):
         raise ValueError(f"no parts can be removed from {type(layer).__name__}: {reason}.")
 
 
 def misfits(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[int, str]:
     """Why parts cannot be removed from layers, from one run on the first example of a batch; empty if they all can."""
     found: dict[int, str] = {}
+    family, layers = family_of(model), layers_of(model)
+
+    def look(number: int) -> Seen:
+        return lambda _, mark, sums: found.update({number: misfit(mark, sums, with_mlp=not family.layers)})
+
     with evaluating(base_of(model)), ExitStack() as stack:
         for number in attending_layers(model):
-            layer, family = layers_of(model)[number], family_of(model)
-            follow(layer, family, {}, lambda _, *seen, number=number: found.update({number: misfit(*seen)}), stack)
+            follow(layers[number], family, {}, look(number), stack)
         run(model, first_example(batch))
     return {number: reason for number, reason in sorted(found.items()) if reason}
 
@@ -112,7 +117,7 @@ class Ablations:
             if acts := active.pop("identity_trick", None):
                 replace_linear_maps(family, layer, acts, self.hooks)
             if active:
-                follow(layer, family, active, refuse_misfit, self.hooks)
+                follow(layer, family, active, partial(refuse_misfit, with_mlp=not family.layers), self.hooks)
 
 
 def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Callable[[], bool]:
@@ -188,7 +193,7 @@ def ablate(
         raise ValueError(
             f"mlp='identity_trick' is for ALBERT, got a model of type {model.config.model_type}. Use mlp=True."
         )
-    if names and getattr(model.config, "chunk_size_feed_forward", 0):
+    if names and getattr(model.config, "chunk_size_feed_forward", None):
         raise ValueError(
             "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."
         )

@@ -13,7 +13,7 @@ from ..families.architectures import attention_of, family_of, is_causal, layers_
 from ..files.running import Inputs, evaluating
 from ..measure import cheap_metrics, spectral_metrics
 from .batches import check_attending, probing, run
-from .interface import implementation, showing_layers
+from .interface import configs_of, implementation, showing_layers
 from .tables import LongTable
 
 
@@ -28,13 +28,24 @@ def content_free(n: int, metrics: str) -> dict[str, float]:
     return {name: value.item() for name, value in MEASURES[metrics](maps).items()}
 
 
+def shortest_window(model: PreTrainedModel) -> int | None:
+    """The shortest sliding window that the configs of a model name; 1 where it differs between layers."""
+    windows = []
+    for config in configs_of(model):
+        try:
+            windows.append(getattr(config, "sliding_window", None))
+        except Exception:  # transformers refuses to name one value for layers that differ
+            return 1
+    return min((window for window in windows if isinstance(window, int) and window), default=None)
+
+
 class LayerMaps:
     """Reduces the maps of each layer to metrics at once, and keeps only those."""
 
     def __init__(self, model: PreTrainedModel, metrics: str, mask: torch.Tensor | None, stack: ExitStack):
         self.family, self.metrics, self.mask = family_of(model), metrics, mask
         self.causal = is_causal(model)
-        self.window = getattr(model.config, "sliding_window", None)
+        self.window = shortest_window(model)
         self.rows: list[dict[str, torch.Tensor]] = []
         self.fresh = True
         if self.family.maps == "interface":

@@ -32,7 +32,8 @@ def probing(
     def enter(model: PreTrainedModel, *args: Options.args, **kwargs: Options.kwargs) -> pd.DataFrame:
         with full_precision():
             model = plain(model)
-            with choosing_tower(kwargs.pop("tower", None)):
+            tower: Any = kwargs.pop("tower", None)
+            with choosing_tower(tower):
                 if not layers_of(model):  # before anything else
                     raise ValueError(f"the {type(model).__name__} has no layers: there is nothing to measure.")
                 return measure(model, *args, **kwargs)
@@ -125,6 +126,8 @@ def plain_output(model: PreTrainedModel) -> dict[str, bool]:
     wanted = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
     parameters = inspect.signature(model.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "input_ids" not in parameters:  # the parts of codecs pass their own value on, and refuse a second one
+        wanted = {name: value for name, value in wanted.items() if name != "use_cache" or name in parameters}
     return {name: value for name, value in wanted.items() if anything or name in parameters}
 
 

@@ -114,7 +114,14 @@ def shown_attention(module, query, key, value, attention_mask, scaling=None, **k
     output = maps = None
     if implementation != "none":
         function = eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-        output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        try:
+            output, maps = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        except RuntimeError as error:
+            if implementation != "eager":
+                raise
+            raise ValueError(
+                f"the eager attention of {type(module).__name__}, which returns maps, fails: {error}"
+            ) from error
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     replaced = look(Attended(module, query, key, value, scale, maps, attention_mask, kwargs))
     if replaced is None and implementation == "none":  # the attention of another tower, or to another one
@@ -216,7 +223,7 @@ class LayerWatch:
                 and _shown.get().implementation == "eager"
             ):
                 maps = self.found[0]
-                if maps.ndim == 3:  # (batch * heads, n, n)
+                if maps.ndim == 3 and len(maps) % self.examples == 0:  # (batch * heads, n, n)
                     maps = maps.unflatten(0, (self.examples, -1))
                 self.check_size(attention, maps)
                 self.look(self.layer, Attended(attention, None, None, None, 1.0, maps, None, {}))
