@@ -31,7 +31,7 @@ def probing(
             model = plain(model)
             family_of(model)  # refuses an unknown family before anything else
             if not layers_of(model):
-                raise ValueError(f"the {type(model).__name__} has no layers: there is nothing to measure.")
+                raise ValueError(f"the {type(model).__name__} has no layers: give a model with num_hidden_layers > 0.")
             return measure(model, *args, **kwargs)
 
     return enter
