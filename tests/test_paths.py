@@ -381,7 +381,7 @@ class TestNonsense:
 
     @pytest.mark.parametrize("probe", [path_lengths, path_terms, layer_bounds, isolated_paths, path_products])
     def test_a_model_without_layers(self, probe):
-        with pytest.raises(ValueError, match="BertModel has no layers, and so no paths"):
+        with pytest.raises(ValueError, match="the BertModel has no layers"):
             probe(small_bert(0, 2), self.batch)
 
     def test_what_does_not_add_up_is_an_error(self):

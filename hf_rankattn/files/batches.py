@@ -110,8 +110,8 @@ def random_batches(config, examples: int, length: int, batch_size: int, seed: in
     wanted, text = main_input(config), config.get_text_config()
     if dimension := getattr(config, "input_dim", None):
         everything = {"points": torch.nn.functional.normalize(normal(length, dimension), dim=-1)}
-    elif wanted == "input_ids" and getattr(text, "vocab_size", None):
-        everything = {wanted: ids(text, length)}
+    elif wanted in ("input_ids", "points") and getattr(text, "vocab_size", None):
+        everything = {"input_ids": ids(text, length)}
         # a model such as CLIP always reads both, and a language model with eyes reads texts without images
         if image_size(getattr(config, "vision_config", None)) and not placeholder(config):
             everything["pixel_values"] = normal(*image_size(config.vision_config))
