@@ -63,7 +63,8 @@ class Family:
     final_norm: str | None = None
     # a norm without bias between the stream and the values
     value_norm: str | None = None
-    projections: Projections | None = None
+    # only a family without a row has none
+    projections: Projections = None  # type: ignore[assignment]
     # None for a gated MLP, which multiplies two maps and has no Lipschitz constant
     mlp: MLPPaths | None = None
     # whether `ablate` can replace the two linear maps of the MLP by identities, as the published curves of ALBERT do

@@ -136,7 +136,7 @@ def random_batches(config, examples: int, length: int, batch_size: int, seed: in
 
 def main_input(config) -> str:
     """The name of the first input of the base model of a config."""
-    model = AutoModel._model_mapping.get(type(config), None)
+    model: Any = AutoModel._model_mapping.get(type(config), None)
     model = model[0] if isinstance(model, tuple | list) else model
     return getattr(model, "main_input_name", "input_ids")
 

@@ -188,7 +188,7 @@ def ablate(
         raise ValueError(
             f"mlp='identity_trick' is for ALBERT, got a model of type {model.config.model_type}. Use mlp=True."
         )
-    if names and getattr(model.config, "chunk_size_feed_forward", 0):
+    if names and getattr(model.config, "chunk_size_feed_forward", None):
         raise ValueError(
             "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."
         )

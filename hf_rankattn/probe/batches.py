@@ -30,7 +30,7 @@ def probing(
     def enter(model: PreTrainedModel, *args: Options.args, **kwargs: Options.kwargs) -> pd.DataFrame:
         with full_precision():
             model = plain(model)
-            with choosing_tower(kwargs.pop("tower", None)):
+            with choosing_tower(kwargs.pop("tower", None)):  # type: ignore[arg-type]
                 layers_of(model)  # refuses a model without layers before anything else
                 return measure(model, *args, **kwargs)
 
