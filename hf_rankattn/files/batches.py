@@ -18,6 +18,16 @@ Batch = dict[str, torch.Tensor]
 # a text, a pair of texts, or the words of a text
 Text = str | tuple[str, str] | list[str]
 BATCH = 8
+# suffixes and formats of images; PIL would run a program for others, such as EPS
+IMAGES = {
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".bmp": "BMP",
+    ".webp": "WEBP",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+}
 SOUNDS = ("input_values", "input_features")
 
 
@@ -184,18 +194,19 @@ def image_batches(processor, folder: str | Path, examples: int, batch_size: int 
     """Batches of the first images in a folder and its subfolders, in the order of their paths."""
     from PIL import Image
 
-    suffixes = Image.registered_extensions()
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix.lower() in suffixes)
+    if examples < 1 or batch_size < 1:
+        raise ValueError(f"`examples` and `batch_size` must be at least 1, got {examples} and {batch_size}.")
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix.lower() in IMAGES)
     if not files:
-        raise ValueError(f"{folder} has no images: give a folder with files such as PNG or JPEG.")
+        raise ValueError(f"{folder} has no images: give a folder with files that end in {', '.join(IMAGES)}.")
     batches = []
     for start in range(0, min(examples, len(files)), batch_size):
         images = []
         for file in files[start : min(start + batch_size, examples)]:
             try:
-                with Image.open(file) as image:
+                with Image.open(file, formats=list(dict.fromkeys(IMAGES.values()))) as image:
                     images.append(image.convert("RGB"))
-            except OSError as error:
+            except (OSError, ValueError, Image.DecompressionBombError) as error:
                 raise ValueError(f"{file} cannot be read as an image: {one_line(error)}") from error
         batches.append({"pixel_values": processor(images=images, return_tensors="pt")["pixel_values"]})
     return batches

@@ -12,7 +12,7 @@ EXAMPLE = "rankattn measure sentence-transformers/all-MiniLM-L6-v2 --out measure
 
 
 def measure(
-    models: list[str] = Argument(help="A folder or a Hub repository with safetensors; several are compared."),
+    model: list[str] = Argument(help="A folder or a Hub repository with safetensors; several are compared."),
     out: Path = Option(help="Folder to write table.parquet and the figures to."),
     text: Path | None = Option(None, help="UTF-8 text file: blank lines between texts, or one text per line."),
     dataset: str | None = Option(
@@ -86,16 +86,16 @@ def measure(
 
         settings = {**read, **sizes, **loading, **devices, **measured, "start_progress": start}
         facts: dict[str, Any] | list[dict[str, Any]]
-        if len(models) == 1:
-            table, facts = measure_checkpoint(models[0], **settings)
+        if len(model) == 1:
+            table, facts = measure_checkpoint(model[0], **settings)
         else:
-            table, facts = measure_checkpoints(models, **settings)
+            table, facts = measure_checkpoints(model, **settings)
         leave_processes()
         if not first:
             return
         files = write_survey(table, facts, folder)
     told = facts if isinstance(facts, dict) else {"checkpoints": facts}
-    found = [findings(*part, model) for part, model in zip(surveys_of(table, told), models, strict=True)]
+    found = [findings(*part, name) for part, name in zip(surveys_of(table, told), model, strict=True)]
     as_dicts = [[entry.as_dict() for entry in entries] for entries in found]
     if isinstance(facts, list):
         if as_json:
