@@ -144,6 +144,7 @@ def test_a_vision_tower_reads_a_folder_of_images(clip, tmp_path):
         3,
         3,
     )
+    assert not facts["causal"]
     table = pd.read_parquet(tmp_path / "out" / "table.parquet")
     assert set(table.question) == QUESTIONS and not facts["not_measured"]
     assert set(table[table.metric == "tokens"].value) == {5.0}  # four patches and a class token
@@ -163,6 +164,7 @@ def test_the_text_tower_reads_text_and_the_error_names_the_towers(clip, tmp_path
     assert code == 0, error
     facts = json.loads(output)["facts"]
     assert (facts["model_type"], facts["layers"]) == ("clip_text_model", 2)
+    assert facts["causal"]  # by its mask, which its attention modules do not know
     table = pd.read_parquet(tmp_path / "out" / "table.parquet")
     assert set(table[table.metric == "tokens"].value) == {24.0}  # all positions of the model, as it has fewer than 128
     (tmp_path / "images").mkdir()
