@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -27,6 +28,8 @@ from transformers import (
 from hf_rankattn import package_text, relative_residual
 from hf_rankattn.files.batches import random_batches
 from hf_rankattn.probe.survey import load_checkpoint, measure_checkpoint, take_tower
+from hf_rankattn.report.results import report_page
+from hf_rankattn.report.summary import Finding, comparison
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -141,6 +144,7 @@ def test_a_vision_tower_reads_a_folder_of_images(clip, tmp_path):
         3,
         3,
     )
+    assert not facts["causal"]
     table = pd.read_parquet(tmp_path / "out" / "table.parquet")
     assert set(table.question) == QUESTIONS and not facts["not_measured"]
     assert set(table[table.metric == "tokens"].value) == {5.0}  # four patches and a class token
@@ -160,6 +164,7 @@ def test_the_text_tower_reads_text_and_the_error_names_the_towers(clip, tmp_path
     assert code == 0, error
     facts = json.loads(output)["facts"]
     assert (facts["model_type"], facts["layers"]) == ("clip_text_model", 2)
+    assert facts["causal"]  # by its mask, which its attention modules do not know
     table = pd.read_parquet(tmp_path / "out" / "table.parquet")
     assert set(table[table.metric == "tokens"].value) == {24.0}  # all positions of the model, as it has fewer than 128
     (tmp_path / "images").mkdir()
@@ -284,3 +289,19 @@ def test_gguf_needs_a_package_and_one_file(tmp_path, monkeypatch, capsys):
     assert code == 2 and "has 2 GGUF files: name one with --gguf, of a.gguf, b.gguf" in error
     code, _, error = run_command(capsys, *options, "--gguf", "config.json")
     assert code == 2 and "must name a file that ends in .gguf" in error
+
+
+def test_checkpoints_with_unequal_inputs_stand_side_by_side(tmp_path, capsys):
+    """Questions name the number of tokens only where it is the same for all, and a question of one checkpoint is kept."""
+    small("vit", layers=1).save_pretrained(tmp_path / "vit")
+    small("bert", hidden=16, layers=1, heads=2).save_pretrained(tmp_path / "bert")
+    options = ("--random-inputs", "--out", tmp_path / "out", "--metrics", "cheap", *QUICK)
+    code, _, error = run_command(capsys, "measure", tmp_path / "vit", tmp_path / "bert", *options)
+    assert code == 0, error
+    rows = comparison([[Finding("a", "one?", "yes", "-")], [Finding("b", "two?", "no", "-")]])
+    assert rows == [["one?", "yes", "-"], ["two?", "-", "no"]]
+    page = check_page(report_page(tmp_path / "out"))
+    assert "Side by side" in page.words and len(page.all("svg")) == 4
+    assert page.words.count("How many directions does an attention map use?") == 1
+    answers = [word for word in page.words if "(participation ratio, mean head" in word]
+    assert [re.search(r"of (\d+) directions", answer)[1] for answer in answers] == ["5", "16"]

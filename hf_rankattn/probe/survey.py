@@ -35,6 +35,7 @@ from . import measure_attention, measure_collapse, measure_logits, measure_weigh
 from .ablate import misfits
 from .batches import first_example, over_processes, real_tokens, run
 from .collapse import VARIANTS
+from .interface import Attended, showing_layers
 from .weights import PackedWeightsError
 
 
@@ -146,6 +147,18 @@ def impossible_questions(model: PreTrainedModel, batch: Batch, tower: str | None
                 raise
             reasons[question] = str(error).rstrip(".")
     return reasons
+
+
+def looks_back_only(model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether no token of the first example attends to a later one: models make masks that attention modules do not know."""
+    found: list[bool] = []
+
+    def look(layer: int, seen: Attended) -> None:
+        found.append(seen.maps is not None and not bool(seen.maps.triu(1).any()))
+
+    with evaluating(base_of(model)), showing_layers(model, look, "eager"):
+        run(model, first_example(next(batches_of(base_of(model), batch))))
+    return bool(found) and all(found)
 
 
 def possible_variants(model: PreTrainedModel, batch: Batch) -> tuple[str, ...]:
@@ -327,12 +340,14 @@ def measure_checkpoint(
         variants = tuple(dict.fromkeys(variants or (name for name in VARIANTS if name not in not_measured)))
         progress = start_progress(survey_steps(batches, len(variants), not_measured))
         table = survey(model, batches, variants, metrics, progress, inside, not_measured)
+        unlisted = not family_of(model).layers and "attention" not in not_measured
         facts = facts_of(
             model,
             name,
             random_init,
             table,
             tower,
+            causal=is_causal(model) or (unlisted and looks_back_only(model, batches[0])),
             source=source,
             examples=sum(len(next(iter(batch.values()))) for batch in batches),
             metrics=metrics,
