@@ -168,9 +168,11 @@ class ResidualStream(TorchFunctionMode):
             )
         kinds = {mark.kind for mark in marks}
         if kinds == {"attention", "mlp"}:
-            if "mlp" in self.removed:
-                return given[[mark.kind for mark in marks].index("attention")]
             mark = Mark("both", min(mark.sums for mark in marks))
+            if "mlp" in self.removed:
+                attended = given[[entry.kind for entry in marks].index("attention")]
+                put_mark(attended, mark)
+                return attended
         else:
             mark = self.result_mark("add", given, marks, args, kwargs, None)
         result = func(*args, **kwargs)
