@@ -265,10 +265,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="no layer of"):
             measure_collapse(model, {"input_ids": batch["input_ids"]}, tower=next(n for n in names if "vis" in n))
 
-    def test_tokens_first_and_windows(self, built):
-        with pytest.raises(ValueError, match="tokens by examples"):
-            model, batch = built("fsmt")
-            measure_collapse(model, batch, tower="encoder")
-        model, batch = built("levit")
-        with pytest.raises(ValueError, match="adds no MLP"):
-            measure_collapse(model, batch)
+    @pytest.mark.parametrize(
+        "model_type, tower, reason", [("fsmt", "encoder", "tokens by examples"), ("levit", None, "adds no MLP")]
+    )
+    def test_arrangements_without_an_answer(self, built, model_type, tower, reason):
+        model, batch = built(model_type)
+        with pytest.raises(ValueError, match=reason):
+            measure_collapse(model, batch, tower=tower)

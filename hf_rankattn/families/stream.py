@@ -189,10 +189,10 @@ class ResidualStream(TorchFunctionMode):
         if added.kind == "mlp" and "mlp_skip" in self.removed:
             if beside:
                 raise SharedSkipError("attention and MLP share one skip connection: remove `attention_skip`")
-            result = update
+            result = update.contiguous()  # layers take views of sums
         elif added.kind in ("attention", "both") and "attention_skip" in self.removed:
             # an MLP beside attention that was added first stays
-            result = update if not beside or skip.update is None else func(skip.update, update)
+            result = update.contiguous() if not beside or skip.update is None else func(skip.update, update)
         else:
             if "mlp_skip" in self.removed and added.kind == "both":
                 raise SharedSkipError("attention and MLP share one skip connection: remove `attention_skip`")
