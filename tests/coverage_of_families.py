@@ -289,7 +289,8 @@ def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
             continue
         if seen.query is None:
             found["weights maps"] = min(
-                found.get("weights maps", 9), give_maps(given[0].float(), query, key, seen.maps[0])
+                found.get("weights maps", 9),
+                give_maps((given if given.ndim == 2 else given.flatten(1, -2)[0]).float(), query, key, seen.maps[0]),
             )
             continue
         reads, _ = written_factors(written.value, written.output, len(query))
