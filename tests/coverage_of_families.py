@@ -11,6 +11,7 @@ A number that differs counts as refused.
 
 import argparse
 import json
+import re
 import signal
 import sys
 import time
@@ -102,6 +103,7 @@ def plain_states(model: PreTrainedModel, batch: dict) -> tuple[list[torch.Tensor
         for layer in dict.fromkeys(layers):
             stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(leave).remove)
+        torch.manual_seed(0)
         for module in first.modules():
             if module is not first:
                 stack.callback(module.register_forward_hook(remember).remove)
@@ -182,6 +184,7 @@ def check_variants(model: PreTrainedModel, batch: dict, found: dict) -> None:
 
 def check_attention(model: PreTrainedModel, batch: dict, table: pd.DataFrame, found: dict) -> None:
     with eager(model), torch.no_grad():
+        torch.manual_seed(0)
         try:
             output = base_of(model)(**batch, output_attentions=True)
         except Exception:
@@ -286,7 +289,8 @@ def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
             continue
         if seen.query is None:
             found["weights maps"] = min(
-                found.get("weights maps", 9), give_maps(given[0].float(), query, key, seen.maps[0])
+                found.get("weights maps", 9),
+                give_maps((given if given.ndim == 2 else given.flatten(1, -2)[0]).float(), query, key, seen.maps[0]),
             )
             continue
         reads, _ = written_factors(written.value, written.output, len(query))
@@ -312,6 +316,7 @@ def check_weights(model: PreTrainedModel, batch: dict, found: dict) -> None:
 
 
 def attempt(result: dict, kind: str, measure: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)  # some models drop tokens at random
     try:
         table = measure()
         result[kind] = "yes"
@@ -411,8 +416,10 @@ def page(results: list[dict]) -> str:
         marks = ["yes" if result["runs"] else "built" if result["built"] else "no"]
         marks += ["-" if not result["runs"] else "no" if reason else "yes" for reason in answers.values()]
         reasons = dict.fromkeys(reason for reason in answers.values() if reason)
-        text = "; ".join(reason[:160] for reason in reasons).replace("|", "/").replace("\n", " ")
+        text = "; ".join(reason[:160] for reason in reasons)
+        text = re.sub(r"[\[\]|`<>*$]", " ", text)  # no markup in reasons
         lines.append(f"| {result['type']} | " + " | ".join(marks) + f" | {text} |")
+    lines += ["", "---", "Next: [how to measure](measure.md) · [all pages](README.md)"]
     return "\n".join(lines) + "\n"
 
 

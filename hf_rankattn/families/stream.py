@@ -168,9 +168,11 @@ class ResidualStream(TorchFunctionMode):
             )
         kinds = {mark.kind for mark in marks}
         if kinds == {"attention", "mlp"}:
-            if "mlp" in self.removed:
-                return given[[mark.kind for mark in marks].index("attention")]
             mark = Mark("both", min(mark.sums for mark in marks))
+            if "mlp" in self.removed:
+                attended = given[[entry.kind for entry in marks].index("attention")]
+                put_mark(attended, mark)
+                return attended
         else:
             mark = self.result_mark("add", given, marks, args, kwargs, None)
         result = func(*args, **kwargs)
@@ -187,10 +189,10 @@ class ResidualStream(TorchFunctionMode):
         if added.kind == "mlp" and "mlp_skip" in self.removed:
             if beside:
                 raise SharedSkipError("attention and MLP share one skip connection: remove `attention_skip`")
-            result = update
+            result = update.contiguous()  # layers take views of sums
         elif added.kind in ("attention", "both") and "attention_skip" in self.removed:
             # an MLP beside attention that was added first stays
-            result = update if not beside or skip.update is None else func(skip.update, update)
+            result = update.contiguous() if not beside or skip.update is None else func(skip.update, update)
         else:
             if "mlp_skip" in self.removed and added.kind == "both":
                 raise SharedSkipError("attention and MLP share one skip connection: remove `attention_skip`")

@@ -132,6 +132,11 @@ def plain_output(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def check_depth(model: PreTrainedModel, seen: int, what: str) -> None:
+    if seen < 1:
+        raise ValueError(
+            f"no layer of {type(model).__name__} ran on this batch: a list of layers needs its own inputs, such as `pixel_values` "
+            "for images."
+        )
     if seen != (depth := len(layers_of(model))):
         raise ValueError(f"{seen} of the {depth} layers of {type(model).__name__} showed their {what}.")
 

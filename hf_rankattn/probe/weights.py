@@ -137,6 +137,9 @@ def measure_weights(
     """
     table = LongTable(model, "layer", "head", *(["component"] if spectra else []))
     family = family_of(model)
+    if not family.layers:  # packed weights do not run on numbers of rows
+        for layer, module in enumerate(layers_of(model)):
+            check_weights_of(attention_of(model, module) or nn.Identity(), layer)
     layouts = (
         {} if family.layers else read_layouts(model, next(batches_of(base_of(model), inputs or example_batch(model))))
     )

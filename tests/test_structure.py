@@ -1,0 +1,251 @@
+"""Models without a row in the table: their layers, skips and maps are read while they run, against layers written by hand."""
+
+import pandas as pd
+import pytest
+import torch
+from small_families import livened, small_and_running
+from testing_probe import hook_counts
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from hf_rankattn import ablate, measure_attention, measure_collapse, measure_logits, measure_weights
+from hf_rankattn.families.architectures import attending_layers, base_of, layers_of
+from hf_rankattn.families.structure import choosing_tower, towers_of
+from hf_rankattn.measure import spectral_metrics
+from hf_rankattn.probe.interface import implementation
+
+
+IDS = {"input_ids": torch.arange(3, 27).view(2, 12)}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+}
+VARIANTS = {
+    "san": {"attention_skip": True, "mlp": True},
+    "san+mlp": {"attention_skip": True},
+    "san+skip": {"mlp": True},
+    "mlp_skip": {"mlp_skip": True},
+    "transformer": {},
+}
+# the lists of layers of a type, after its name where there are several
+ARRANGEMENTS = (
+    "llama olmo2 gemma2 cohere phi opt mixtral dinov2 jamba qwen3_next gpt_neox falcon bloom roberta-prelayernorm doge "
+    "t5:encoder t5:decoder bart:encoder bart:decoder whisper:encoder whisper:decoder clip:text clip:vision"
+).split()
+ONLY_MAPS = ("falcon", "bloom", "t5")
+OWN_SIZES = {
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48},
+}
+
+
+def float64(model_type):
+    sizes = OWN_SIZES.get(model_type, SIZES) | {"vocab_size": 99, "pad_token_id": 0}
+    return livened(AutoModel.from_config(AutoConfig.for_model(model_type, **sizes), dtype=torch.float64).eval())
+
+
+def arguments_of(model, batch, module):
+    """The arguments besides the states that a layer gives to its attention."""
+    seen = {}
+    handle = module.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model(**batch)
+    handle.remove()
+    return {name: value for name, value in seen.items() if name != "hidden_states"}
+
+
+# by model type: the list of layers, then attention, the norms before and after it, the MLP, the norms before and after it
+BY_HAND = {
+    "llama": "layers self_attn input_layernorm - mlp post_attention_layernorm -",
+    "gpt2": "h attn ln_1 - mlp ln_2 -",
+    "gpt_neox": "layers attention input_layernorm - mlp post_attention_layernorm -",
+    "gemma2": "layers self_attn input_layernorm post_attention_layernorm "
+    "mlp pre_feedforward_layernorm post_feedforward_layernorm",
+    "t5": "decoder.block layer.0.SelfAttention layer.0.layer_norm - layer.2.DenseReluDense layer.2.layer_norm -",
+}
+
+
+def states_by_hand(model_type, model, batch, removed, states):
+    """The states after each layer without some parts, from the modules of the layers."""
+    path, *names = BY_HAND[model_type].split()
+    for layer in model.get_submodule(path):
+        parts = [nn.Identity() if name == "-" else layer.get_submodule(name) for name in names]
+        attention, before, after, mlp, mlp_before, mlp_after = parts
+        read, added = states, after(attention(before(states), **arguments_of(model, batch, attention))[0])
+        states = added if "attention_skip" in removed else states + added
+        if model_type == "t5":
+            cross = layer.layer[1]
+            given = arguments_of(model, batch, cross.EncDecAttention)
+            states = states + cross.EncDecAttention(cross.layer_norm(states), **given)[0]
+        if "mlp" not in removed:
+            update = mlp_after(mlp(mlp_before(read if model_type == "gpt_neox" else states)))
+            states = update if "mlp_skip" in removed else states + update
+        yield states
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("model_type", BY_HAND)
+def test_variants_against_layers_written_by_hand(model_type, variant):
+    model, removed, seen = float64(model_type), VARIANTS[variant], []
+    batch = IDS | {"use_cache": False}
+    if model_type == "t5":
+        batch["decoder_input_ids"] = IDS["input_ids"][:, :10]
+    with torch.no_grad(), choosing_tower("decoder" if model_type == "t5" else None):
+        if model_type == "gpt_neox" and variant == "mlp_skip":
+            with pytest.raises(ValueError, match="share one skip connection"), ablate(model, **removed):
+                model(**batch)
+            return
+        layers = layers_of(model)
+        handles = [layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0]))]
+        handles += [layer.register_forward_hook(lambda m, args, out: seen.append(first_of(out))) for layer in layers]
+        with ablate(model, **removed):
+            model(**batch)
+        for handle in handles:
+            handle.remove()
+        expected = list(states_by_hand(model_type, model, batch, removed, seen[0]))
+    assert len(expected) == 2
+    for found, states in zip(seen[1:], expected, strict=True):
+        torch.testing.assert_close(found, states, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def built():
+    cache = {}
+
+    def build(model_type):
+        if model_type not in cache:
+            model, batch, reason = small_and_running(model_type)
+            assert batch is not None, reason
+            cache[model_type] = model, batch
+        return cache[model_type]
+
+    return build
+
+
+@pytest.mark.parametrize("model_type, tower", [name.partition(":")[::2] for name in ARRANGEMENTS], ids=ARRANGEMENTS)
+class TestArrangements:
+    def test_residuals_maps_and_logits(self, built, model_type, tower):
+        model, batch = built(model_type)
+        tower = tower or None
+        table = measure_collapse(model, batch, tower=tower)
+        assert table.value.notna().all() and set(table.variant) == set(VARIANTS) - {"mlp_skip"}
+        end = table[(table.metric == "relative_residual") & (table.layer == table.layer.max()) & (table.example == 0)]
+        assert end.value.nunique() == 4, "two variants are the same"
+        with choosing_tower(tower):
+            attending, depth = attending_layers(model), len(layers_of(model))
+        assert set(table.layer) == set(range(depth + 1))
+        assert set(measure_attention(model, batch, tower=tower).layer) == set(attending)
+        if model_type in ONLY_MAPS:
+            with pytest.raises(ValueError, match="logits cannot|queries and keys cannot"):
+                measure_logits(model, batch, tower=tower)
+        else:
+            assert set(measure_logits(model, batch, tower=tower).layer) == set(attending)
+
+    def test_restored_after_an_exception_and_single_layers(self, built, model_type, tower):
+        model, batch = built(model_type)
+        with choosing_tower(tower or None), torch.no_grad():
+            before, hooks = first_of(model(**batch)), hook_counts(model)
+            with (
+                pytest.raises(RuntimeError, match="on purpose"),
+                ablate(model, attention_skip=True, layers=attending_layers(model)),
+            ):
+                model(**batch)
+                raise RuntimeError("on purpose")
+            assert torch.equal(before, first_of(model(**batch))) and hooks == hook_counts(model)
+            outputs = []
+            layer, chosen = layers_of(model)[attending_layers(model)[0]], attending_layers(model)[0]
+            handle = layer.register_forward_hook(lambda m, args, out: outputs.append(first_of(out)))
+            others = attending_layers(model)
+            for switches in ({}, {"mlp": True, "layers": [chosen]}, {"mlp": True, "layers": others}):
+                with ablate(model, **switches):
+                    model(**batch)
+            handle.remove()
+        assert not torch.equal(outputs[0], outputs[1])
+        if chosen == 0:  # what comes before the first layer does not change
+            assert torch.equal(outputs[1], outputs[2])
+
+
+def first_of(output):
+    if isinstance(output, torch.Tensor):
+        return output
+    return first_of(output.to_tuple()[0] if hasattr(output, "to_tuple") else output[0])
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt_neo", "gemma2", "opt"])
+def test_maps_are_those_that_the_model_returns(built, model_type):
+    model, batch = built(model_type)
+    with implementation(model, "eager"), torch.no_grad():
+        given = model(**batch, output_attentions=True).attentions
+    table = measure_attention(model, batch, "full")
+    for layer, maps in enumerate(given):
+        rows = table[(table.layer == layer) & (table.metric == "stable_rank")].sort_values(["example", "head"])
+        expected = spectral_metrics(maps)["stable_rank"].flatten()
+        torch.testing.assert_close(torch.tensor(rows.value.to_numpy()).float(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "megatron-bert", "opt", "phi", "bart"])
+def test_weights_against_the_projections(built, model_type):
+    """The query and key rows of a head, by the names that these models have for their linear modules."""
+    model, batch = built(model_type)
+    tower = "encoder" if model_type == "bart" else None
+    table = measure_weights(model, inputs=batch, tower=tower)
+    with choosing_tower(tower):
+        layer = layers_of(model)[0]
+    found = {
+        name.rsplit(".", 1)[-1]: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)
+    }
+    query, key = (
+        next(found[name] for name in names if name in found) for names in (("q_proj", "query"), ("k_proj", "key"))
+    )
+    width = query.weight.shape[0] // 4
+    groups = key.weight.shape[0] // width
+    for head in range(4):
+        rows, keys = slice(head * width, head * width + width), head * groups // 4 * width
+        singular = torch.linalg.svdvals((query.weight[rows].T @ key.weight[keys : keys + width]).detach().double())
+        expected = float(singular.square().sum() / singular[0].square())
+        of_head = table[(table.layer == 0) & (table["head"] == head) & (table.metric == "stable_rank")]
+        assert of_head.value.item() == pytest.approx(expected, rel=1e-4)
+
+
+class TestRefusals:
+    def test_custom_forward_that_breaks_the_sum(self):
+        model = float64("gemma2")
+        layer = model.layers[0]
+        forward = layer.forward
+        layer.forward = lambda *args, **kwargs: torch.sin(forward(*args, **kwargs))
+        with pytest.raises(ValueError, match="is not the sum of its input"):
+            measure_collapse(model, IDS, ["san"])
+        assert isinstance(measure_collapse(model, IDS, ["transformer"]), pd.DataFrame)
+
+    def test_layers_called_twice(self):
+        model = float64("gemma2")
+        forward = model.layers[0].forward
+        model.layers[1].forward = lambda states, **kwargs: forward(model.layers[0](states, **kwargs), **kwargs)
+        with pytest.raises(ValueError, match="layers of|adds no softmax|expected"):
+            measure_collapse(model, IDS)
+
+    def test_packed_weights(self):
+        model = float64("phi")
+        packed = torch.ones(32, 32, dtype=torch.uint8)
+        model.layers[0].self_attn.q_proj.weight = nn.Parameter(packed, requires_grad=False)
+        with pytest.raises(ValueError, match="quantised"):
+            measure_weights(model, inputs=IDS)
+
+    def test_one_token_and_a_list_without_input(self, built):
+        with pytest.raises(ValueError, match="one token has no others"):
+            measure_collapse(float64("gemma2"), {"input_ids": torch.tensor([[5]])})
+        model, batch = built("clip")
+        with pytest.raises(ValueError, match="give one as `tower`"):
+            measure_collapse(model, batch)
+        model, batch = built("llava")
+        names = [tower.name for tower in towers_of(base_of(model))]
+        with pytest.raises(ValueError, match="no layer of"):
+            measure_collapse(model, {"input_ids": batch["input_ids"]}, tower=next(n for n in names if "vis" in n))
+
+    @pytest.mark.parametrize("model_type, reason", [("fsmt", "tokens by examples"), ("levit", "adds no MLP")])
+    def test_arrangements_without_an_answer(self, built, model_type, reason):
+        model, batch = built(model_type)
+        with pytest.raises(ValueError, match=reason):
+            measure_collapse(model, batch, tower="encoder" if model_type == "fsmt" else None)
