@@ -35,7 +35,9 @@ def probing(
             tower: Any = kwargs.pop("tower", None)
             with choosing_tower(tower):
                 if not layers_of(model):  # before anything else
-                    raise ValueError(f"the {type(model).__name__} has no layers: give a model with num_hidden_layers > 0.")
+                    raise ValueError(
+                        f"the {type(model).__name__} has no layers: give a model with num_hidden_layers > 0."
+                    )
                 return measure(model, *args, **kwargs)
 
     return enter
