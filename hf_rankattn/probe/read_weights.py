@@ -174,7 +174,9 @@ class Reader:
 
     def look(self, layer: int, seen: Attended) -> torch.Tensor:
         width = seen.query.shape[-1]
-        for name in ("query", "key", "value"):
+        # fewer keys than queries are made of other states than those of the tokens
+        names = ("query", "key", "value") if seen.key.shape[-2] == seen.query.shape[-2] else ("query",)
+        for name in names:
             self.keep(name, getattr(seen, name), width)
         batch, heads, n, _ = seen.query.shape
         numbers = self.outputs(heads, seen.value.shape[-1]).to(seen.query.device)
