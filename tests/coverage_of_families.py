@@ -375,7 +375,7 @@ def cover(model_type: str) -> dict[str, Any]:
     except TimeIsUp:
         result["reason"] = f"more than {LIMIT} seconds"
     except Exception as error:
-        result["reason"] = f"WRONG: {type(error).__name__}: {error}"
+        result["reason"] = f"{type(error).__name__}: {error}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return result | {"seconds": round(time.process_time() - started, 1)}
