@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, PreTrainedModel
 
 from benchmarks.memory import live_peak
 from benchmarks.timing import Row, at_most, median_ratio, timed
@@ -23,11 +23,21 @@ def bert(layers: int, positions: int = 512, implementation: str = "sdpa") -> Ber
     return BertModel(config, add_pooling_layer=False).eval()
 
 
+def gpt2(layers: int, implementation: str = "sdpa") -> GPT2Model:
+    return GPT2Model(GPT2Config(n_layer=layers, attn_implementation=implementation)).eval()
+
+
+def llama(layers: int, implementation: str = "sdpa") -> LlamaModel:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, attn_implementation=implementation)
+    return LlamaModel(config).eval()
+
+
 def ids(examples: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(30000, (examples, length), generator=torch.Generator().manual_seed(0))}
 
 
-def ablated_forwards(model: BertModel, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+def ablated_forwards(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
     def run() -> None:
         for switches in VARIANTS.values():
             with torch.no_grad(), ablate(model, **switches):
@@ -36,7 +46,7 @@ def ablated_forwards(model: BertModel, batch: dict[str, torch.Tensor]) -> Callab
     return run
 
 
-def eager_forward(model: BertModel, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+def eager_forward(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
     def run() -> None:
         with torch.no_grad():
             model(**batch)
@@ -44,7 +54,7 @@ def eager_forward(model: BertModel, batch: dict[str, torch.Tensor]) -> Callable[
     return run
 
 
-def bare_spectra(model: BertModel, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+def bare_spectra(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
     """An eager forward, and one singular-value call a layer on its maps: the least that the full set can cost."""
 
     def run() -> None:
@@ -91,6 +101,29 @@ def attention(repeats: int) -> Iterator[Row]:
     yield at_most(what, "one layer of maps", (ours - eager) / maps, 1.0, note).counted()
 
 
+def decoders(repeats: int) -> Iterator[Row]:
+    """The same ratios on layers that add to the stream in their own code."""
+    for name, make in {"GPT-2": gpt2, "Llama": llama}.items():
+        model, eager, batch = make(LAYERS), make(LAYERS, "eager"), ids(8, 128)
+        runs = {
+            "collapse": lambda: measure_collapse(model, batch),  # noqa: B023
+            "forwards": ablated_forwards(model, batch),
+            "cheap": lambda: measure_attention(eager, batch, "cheap"),  # noqa: B023
+            "eager": eager_forward(eager, batch),
+            "full": lambda: measure_attention(eager, batch, "full"),  # noqa: B023
+            "bare": bare_spectra(eager, batch),
+        }
+        times = timed(runs, repeats)
+        shape = f"{name} shape, 8 x 128"
+        ratio = median_ratio(times, "collapse", "forwards")
+        yield at_most(f"measure_collapse, 4 variants, {shape}", "the same ablated forwards", ratio, 1.05)
+        ratio = median_ratio(times, "cheap", "eager")
+        yield at_most(f"measure_attention, cheap, {shape}", "an eager forward", ratio, 1.25)
+        ratio = median_ratio(times, "full", "bare")
+        yield at_most(f"measure_attention, full, {shape}", "eager forward + bare svdvals", ratio, 1.15)
+
+
 def run(repeats: int) -> Iterator[Row]:
     yield from collapse(repeats)
+    yield from decoders(repeats)
     yield from attention(repeats)

@@ -6,9 +6,17 @@ import torch
 from small_families import livened, small_and_running
 from testing_probe import hook_counts
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from transformers import AutoConfig, AutoModel
 
-from hf_rankattn import ablate, measure_attention, measure_collapse, measure_logits, measure_weights
+from hf_rankattn import (
+    ablate,
+    measure_attention,
+    measure_collapse,
+    measure_logits,
+    measure_weights,
+    relative_residual,
+)
 from hf_rankattn.families.architectures import attending_layers, base_of, layers_of
 from hf_rankattn.families.structure import choosing_tower, towers_of
 from hf_rankattn.measure import spectral_metrics
@@ -249,3 +257,51 @@ class TestRefusals:
         model, batch = built(model_type)
         with pytest.raises(ValueError, match=reason):
             measure_collapse(model, batch, tower="encoder" if model_type == "fsmt" else None)
+
+
+class TestWhatAReviewFound:
+    def test_each_tower_has_its_own_mask(self):
+        model = float64("t5").float()
+        ids, words = torch.randint(3, 99, (2, 12)), torch.randint(3, 99, (2, 9))
+        mask, read = torch.ones(2, 12).long(), torch.ones(2, 9).long()
+        mask[1, 4:], read[1, 5:] = 0, 0
+        batch = {"input_ids": ids, "decoder_input_ids": words, "attention_mask": mask}
+        whole = measure_collapse(model, batch, ["transformer"], tower="decoder")
+        padded = measure_collapse(model, batch | {"decoder_attention_mask": read}, ["transformer"], tower="decoder")
+        with torch.no_grad():
+            states = model(**batch, output_hidden_states=True).decoder_hidden_states[1]
+        first = whole[(whole.metric == "relative_residual") & (whole.layer == 1)].value.tolist()
+        assert first == pytest.approx(relative_residual(states).tolist(), rel=1e-5)
+        second = padded[(padded.metric == "relative_residual") & (padded.layer == 1)].value.tolist()
+        assert second[1] == pytest.approx(relative_residual(states[1:, :5]).item(), rel=1e-4)
+
+    def test_an_interrupt_leaves_nothing_behind(self):
+        model, batch = float64("gpt_neox"), IDS
+        before = measure_collapse(model, batch, ["san+mlp"])
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = model.layers[1].mlp.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            measure_collapse(model, batch, ["san"])
+        handle.remove()
+        assert not [
+            mode for mode in _get_current_function_mode_stack() if type(mode).__module__.startswith("hf_rankattn")
+        ]
+        assert measure_collapse(model, batch, ["san+mlp"]).equals(before)
+
+    def test_causal_maps_are_recognised_without_a_word_in_the_config(self):
+        table = measure_attention(float64("bloom"), IDS, "full")
+        assert "effective_rank_over_content_free" in set(table.metric)
+
+    def test_a_gate_is_refused_at_any_width(self):
+        sizes = SIZES | {
+            "head_dim": 64,
+            "num_key_value_heads": 2,
+            "layer_types": ["full_attention"] * 2,
+            "num_experts": 2,
+        }
+        model = AutoModel.from_config(AutoConfig.for_model("qwen3_next", **sizes)).eval()
+        with pytest.raises(ValueError, match="such as those of a gate"):
+            measure_weights(model, inputs=IDS)

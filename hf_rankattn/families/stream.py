@@ -267,6 +267,8 @@ class FollowedLayer:
     ):
         self.layer, self.removed, self.seen, self.streams, self.positions = layer, removed, seen, streams, positions
         self.stream: ResidualStream | None = None
+        self.entered: list[torch.Tensor] = []
+        stack.callback(self.close)  # Ctrl-C leaves a layer without its hooks
         stack.callback(layer.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
         stack.callback(layer.register_forward_hook(self.leave, always_call=True).remove)
         for module in layer.modules():
@@ -286,14 +288,19 @@ class FollowedLayer:
             put_mark(states, Mark("stream", 0))
         self.stream.__enter__()
 
-    def leave(self, module, args, output) -> None:
+    def close(self) -> ResidualStream | None:
+        """Stop following, and return the stream that was followed."""
         stream, self.stream = self.stream, None
-        if stream is None:
-            return
-        stream.__exit__(None, None, None)
+        if stream is not None:
+            stream.__exit__(None, None, None)
         for states in self.entered:
             put_mark(states, None)
         self.entered = []
+        return stream
+
+    def leave(self, module, args, output) -> None:
+        if (stream := self.close()) is None:
+            return
         if output is None:  # the layer raised an error
             return
         states = next(tensors_in(output))

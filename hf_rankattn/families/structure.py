@@ -30,6 +30,10 @@ class Tower:
     path: str
     layers: tuple[nn.Module, ...]
 
+    @property
+    def kind(self) -> str:
+        return next((kind for words, kind in WORDS if re.search(words, self.path)), "")
+
 
 def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The innermost modules with weights whose class is called attention, with their paths."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..families.architectures import attention_of, family_of, is_causal, layers_of
 from ..files.running import Inputs, evaluating
 from ..measure import cheap_metrics, spectral_metrics
+from ..measure.spectrum import drop_padding
 from .batches import check_attending, probing, run
 from .interface import configs_of, implementation, showing_layers
 from .tables import LongTable
@@ -90,8 +91,11 @@ class LayerMaps:
             values = {"none": torch.tensor(torch.nan)}
         if not all(bool(torch.isfinite(value).all()) for value in values.values()):
             raise ValueError(f"the maps of layer {len(self.rows)} hold NaN or Inf. Check the weights of the model.")
+        causal = self.causal
+        if not self.family.layers and not causal:  # many causal models do not say so anywhere but in their masks
+            causal = not bool(drop_padding(maps.detach(), mask)[0].triu(1).any())
         # a sliding window has a content-free map of its own
-        if self.causal and not (self.window and self.window < maps.shape[-1]):
+        if causal and not (self.window and self.window < maps.shape[-1]):
             lengths = [maps.shape[-1]] * len(maps) if self.mask is None else self.mask.bool().sum(-1).tolist()
             references = [content_free(length, self.metrics) for length in lengths]
             for name in [name for name in RELATIVE if name in values]:

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..families.architectures import attending_layers, base_of, layers_of
-from ..families.structure import choosing_tower
+from ..families.architectures import attending_layers, base_of, family_of, layers_of
+from ..families.structure import choosing_tower, tower_of
 from ..files.batches import longest
 from ..measure.norms import full_precision
 
@@ -75,16 +75,22 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
             f"`{several[0]}` has {len(batch[several[0]])} rows: patches of several images in one sequence cannot be told apart. "
             "Give one image per batch."
         )
-    mask = batch.get("attention_mask")
+    tokens_name, mask_name = inputs_of_tower(model, batch)
+    mask = None if mask_name is None else batch.get(mask_name)
     if mask is None and "input_mask" in batch:  # XLNet's other mask, in which 1 is padding
         mask = 1 - batch["input_mask"].long()
     if mask is not None and mask.ndim != 2:
-        raise ValueError(
-            f"`attention_mask` must be (batch, n), 1 for tokens and 0 for padding, got {tuple(mask.shape)}."
-        )
+        raise ValueError(f"`{mask_name}` must be (batch, n), 1 for tokens and 0 for padding, got {tuple(mask.shape)}.")
     if empty := [name for name, value in batch.items() if value.ndim < 1 or len(value) < 1]:
         raise ValueError(f"{', '.join(empty)} must hold at least one example.")
-    tokens = next((batch[name] for name in ("input_ids", "points", "inputs_embeds") if name in batch), None)
+    tokens = None if tokens_name is None else batch[tokens_name]
+    if tokens is None and mask is not None:
+        if not bool(mask.bool().all()):
+            raise ValueError(
+                f"`{mask_name}` marks padding of {model.main_input_name}, which has another length than the tokens of the layers. "
+                "Give inputs of equal length, or one example per batch."
+            )
+        return None
     if tokens is not None:
         if tokens.ndim < 2:
             raise ValueError(f"tokens must be (batch, n), got {tuple(tokens.shape)}: add the batch in front.")
@@ -108,6 +114,19 @@ def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> to
     if "queries" in batch:  # they follow the points, and are never padding
         mask = nn.functional.pad(mask, (0, batch["queries"].shape[1]), value=1)
     return None if bool(mask.bool().all()) else mask
+
+
+def inputs_of_tower(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[str | None, str | None]:
+    """The names of the tokens that the measured layers read, and of their mask; None where a batch has no such entry."""
+    tokens = next((name for name in ("input_ids", "points", "inputs_embeds") if name in batch), None)
+    if family_of(model).layers:
+        return tokens, "attention_mask"
+    kind = tower_of(base_of(model)).kind
+    if kind == "vision":
+        return None, None
+    if kind == "decoder" and "decoder_input_ids" in batch:
+        return "decoder_input_ids", "decoder_attention_mask"
+    return tokens, "attention_mask"
 
 
 def run(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> None:

@@ -88,7 +88,8 @@ def measure_collapse(
 ) -> pd.DataFrame:
     """Relative residual, residual norm and mean token cosine of every example at layers 0 (embeddings) to L.
 
-    Of the whole model (the variant `"transformer"`) also `effective_rank`, that of the matrix of token states.
+    In decoders that read an encoder, cross-attention stays in all variants, with its skip connection. Of the whole model (the
+    variant `"transformer"`) also `effective_rank`, that of the matrix of token states.
 
     Args:
         model: A model whose layers add attention and MLPs to a residual stream, of any type.

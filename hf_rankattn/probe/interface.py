@@ -55,11 +55,10 @@ class Attended(NamedTuple):
         if self.mask is not None:
             logits = logits + self.mask[..., : logits.shape[-1]]
         maps = logits.softmax(-1, dtype=torch.float32)
-        if (
-            self.maps is None
-            or self.maps.shape != maps.shape
-            or not torch.allclose(maps, self.maps.float(), atol=1e-2)
-        ):
+        found = None if self.maps is None or self.maps.shape != maps.shape else self.maps
+        # the weight of a row that is elsewhere: single entries of long rows are small themselves
+        allowed = 1e-2 if found is not None and found.dtype in (torch.float32, torch.float64) else 5e-2
+        if found is None or not bool(((maps - found.float()).abs().sum(-1) < allowed).all()):
             raise ValueError(
                 f"the maps of layer {layer} are not the softmax of its queries and keys: {type(self.module).__name__} adds a "
                 "position bias or a sink to the logits. Its maps can be measured, its logits cannot."
@@ -184,6 +183,7 @@ class LayerWatch:
         self.look, self.layer, self.running, self.seen = look, -1, False, 0
         # the maps of modules that do not call the interface are wanted under eager attention alone
         self.maps: Maps | None = None
+        stack.callback(self.leave_attention, None, None, None)  # Ctrl-C leaves a module without its hooks
         layers = dict.fromkeys(layers_of(model))
         attentions = {layer: attention_of(model, layer) for layer in layers}
         self.own = {

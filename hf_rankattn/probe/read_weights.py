@@ -107,6 +107,7 @@ class Reader:
         self.running: Layout | None = None
         self.attended: torch.Tensor | None = None
         self.products: Products | None = None
+        stack.callback(self.leave_attention, None, None, None)  # Ctrl-C leaves a module without its hooks
         for layer in dict.fromkeys(layers_of(model)):
             stack.callback(layer.register_forward_pre_hook(self.enter).remove)
             if (attention := attention_of(model, layer)) is None:
@@ -243,6 +244,16 @@ def values(layer: int, layout: Layout) -> Values:
         raise ValueError(
             f"the value and output weights of layer {layer} were not found: something other than linear maps is between the "
             "states, the maps and the stream, such as a gate."
+        )
+    read = [
+        numbers for numbers in (layout.query, layout.key, layout.value, *layout.inputs.values()) if numbers is not None
+    ]
+    rows = sum(len(weight_of(module)) for module in layout.first)
+    if len(torch.cat([numbers.flatten() for numbers in read]).unique()) < rows:
+        # the number of a row is so large that a sigmoid of it is one, so a gate cannot be seen in the outputs
+        raise ValueError(
+            f"the output weights of layer {layer} are not all that it writes with: some rows of its linear maps are neither queries "
+            "nor keys nor values, such as those of a gate."
         )
     module, columns = layout.output
     return Values(layout.matrix(layout.value.flatten()), None, weight_of(module).detach()[:, columns.argsort()], None)

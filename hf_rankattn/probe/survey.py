@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..families.architectures import attending_layers, base_of, family_of, is_causal, layers_of
 from ..families.stream import states_of
-from ..families.structure import CROSS, attention_modules, choosing_tower, tower_of, towers_of
+from ..families.structure import CROSS, Tower, attention_modules, choosing_tower, tower_of, towers_of
 from ..files.batches import Batch, image_batches, longest, random_batches, text_batches
 from ..files.checkpoints import (
     NoTokenizer,
@@ -81,6 +81,11 @@ def load_checkpoint(
     return model
 
 
+def crosses(tower: Tower) -> bool:
+    """Whether the layers of a tower have cross-attention."""
+    return any(CROSS.search(path) for layer in tower.layers for path, _ in attention_modules(layer))
+
+
 def needed_weights(name: str, config: Any, tower: str | None) -> Callable[[str], bool]:
     """Which weights a checkpoint must hold: all but those of other towers; a `ValueError` if no tower can be measured."""
     if family_of(config).layers:
@@ -90,7 +95,10 @@ def needed_weights(name: str, config: Any, tower: str | None) -> Callable[[str],
     with readable(name), torch.device("meta"):
         empty = AutoModel.from_config(config)
     with choosing_tower(tower):
-        own = tower_of(base_of(empty)).path.split(".")[0]
+        chosen = tower_of(base_of(empty))
+    if crosses(chosen):  # it reads the states of another tower
+        return lambda key: True
+    own = chosen.path.split(".")[0]
     others = {found.path.split(".")[0] for found in towers_of(base_of(empty))} - {own}
     return lambda key: key.split(".")[0] not in others
 
@@ -108,7 +116,7 @@ def take_tower(model: PreTrainedModel, tower: str | None) -> tuple[PreTrainedMod
         chosen = tower_of(base)
     if len(towers_of(base)) == 1:
         return model, None
-    crossing = any(CROSS.search(path) for layer in chosen.layers for path, _ in attention_modules(layer))
+    crossing = crosses(chosen)
     path = chosen.path.split(".")
     for depth in range(1, 1 if crossing else len(path)):
         part = base.get_submodule(".".join(path[:depth]))
@@ -227,7 +235,8 @@ def token_counts(model: PreTrainedModel, batch: Batch) -> list[float]:
         name = names.pop()
         count = batch[name].shape[1] + (batch["queries"].shape[1] if "queries" in batch else 0)
     else:
-        count = states_of_first_layer(model, batch).flatten(1, -2).shape[1]
+        states = states_of_first_layer(model, batch)
+        count = states.shape[:-1].numel() // (1 if states.ndim == 2 else len(states))
     return [float(count)] * len(first)
 
 

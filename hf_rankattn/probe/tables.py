@@ -19,6 +19,7 @@ class LongTable:
 
     def __init__(self, model: PreTrainedModel, *labels: str):
         self.model, self.base, self.labels, self.offset = model, base_of(model), labels, 0
+        self.sizes: set[int] = set()
         self.rows: list[dict] = []
         self.frames: list[pd.DataFrame] = []
 
@@ -32,11 +33,14 @@ class LongTable:
         accepted = forward_names(self.base)
         for whole in batches_of(self.model if labels else self.base, inputs):
             batch = {name: value for name, value in whole.items() if name in accepted}
+            self.sizes = {len(value) for value in batch.values()}
             yield batch, real_tokens(self.base, batch), whole
             self.offset += examples_of(batch)
 
     def add(self, metrics: Mapping[str, torch.Tensor], **labels) -> None:
         """Add a row for every metric and example of values (batch)."""
+        for values in metrics.values():
+            self.check_examples(len(values))
         self.rows += [
             {**labels, "example": self.offset + example, "metric": metric, "value": value}
             for metric, values in metrics.items()
@@ -46,6 +50,8 @@ class LongTable:
     def add_heads(self, metrics: Mapping[str, torch.Tensor], layer: int, spectrum: torch.Tensor | None = None) -> None:
         """Add metrics (batch, heads) or (heads) of a layer; with a spectrum (..., r), the energy share of each component."""
         *examples, heads = next(iter(metrics.values())).shape
+        for count in examples:
+            self.check_examples(count)
         levels = {"example": range(self.offset, self.offset + examples[0])} if examples else {}
         levels["head"] = range(heads)
         index = pd.MultiIndex.from_product(levels.values(), names=list(levels))
@@ -59,6 +65,14 @@ class LongTable:
         tables = [frame.rename("value").reset_index() for frame in frames]
         tables[1:] = [table.assign(metric="energy_share") for table in tables[1:]]
         self.frames += [table.assign(layer=layer) for table in tables]
+
+    def check_examples(self, count: int) -> None:
+        """Refuse layers that fold tokens into the batch, because their rows are of no single example."""
+        if self.sizes and count not in self.sizes:
+            raise ValueError(
+                f"the layers of {type(self.base).__name__} run on {count} rows, and the batch has {max(self.sizes)} examples: parts of "
+                "an example are kept apart there, and cannot be measured together."
+            )
 
     def finish(self) -> pd.DataFrame:
         """The table, with further columns of the rows after `value`."""
