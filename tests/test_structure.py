@@ -300,7 +300,8 @@ class TestWhatAReviewFound:
             "head_dim": 64,
             "num_key_value_heads": 2,
             "layer_types": ["full_attention"] * 2,
-            "num_experts": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
         }
         model = AutoModel.from_config(AutoConfig.for_model("qwen3_next", **sizes)).eval()
         with pytest.raises(ValueError, match="such as those of a gate"):
