@@ -108,7 +108,7 @@ class TestRealWeights:
         together = measure_attention(model, tokenizer(texts, padding=True, return_tensors="pt"), "full")
         alone = measure_attention(model, tokenizer(texts[1], return_tensors="pt"), "full")
         merged = together[together.example == 1].merge(alone, on=["layer", "head", "metric"])
-        assert len(merged) == 6 * 12 * 7
+        assert len(merged) == 6 * 12 * 10
         assert (merged.value_x - merged.value_y).abs().max() < 5e-5
 
     def test_hooks_fire_once_a_layer_also_where_layers_are_shared(self):
