@@ -417,7 +417,7 @@ def page(results: list[dict]) -> str:
         marks += ["-" if not result["runs"] else "no" if reason else "yes" for reason in answers.values()]
         reasons = dict.fromkeys(reason for reason in answers.values() if reason)
         text = "; ".join(reason[:160] for reason in reasons)
-        text = re.sub(r"[\[\]|`<>*$]", " ", text)  # no markup in reasons
+        text = re.sub(r"[\[\]|`<>*$]|/\S*/", " ", text)  # no markup and no paths in reasons
         lines.append(f"| {result['type']} | " + " | ".join(marks) + f" | {text} |")
     lines += ["", "---", "Next: [how to measure](measure.md) · [all pages](README.md)"]
     return "\n".join(lines) + "\n"
