@@ -249,7 +249,7 @@ class TestRefusals:
             measure_collapse(model, batch)
         model, batch = built("llava")
         names = [tower.name for tower in towers_of(base_of(model))]
-        with pytest.raises(ValueError, match="no layer of"):
+        with pytest.raises(ValueError, match="no entry of the batch is an input of CLIPVisionModel"):
             measure_collapse(model, {"input_ids": batch["input_ids"]}, tower=next(n for n in names if "vis" in n))
 
     @pytest.mark.parametrize("model_type, reason", [("fsmt", "tokens by examples"), ("levit", "adds no MLP")])
@@ -306,3 +306,12 @@ class TestWhatAReviewFound:
         model = AutoModel.from_config(AutoConfig.for_model("qwen3_next", **sizes)).eval()
         with pytest.raises(ValueError, match="such as those of a gate"):
             measure_weights(model, inputs=IDS)
+
+    def test_a_tower_is_measured_on_its_own_inputs_and_ablated_by_name(self):
+        model = float64("t5")
+        table = measure_collapse(model, IDS, ["san"], tower="encoder")
+        assert table.drop(columns="model").equals(measure_collapse(model.encoder, IDS, ["san"]).drop(columns="model"))
+        with torch.no_grad(), ablate(model, attention_skip=True, mlp=True, tower="encoder"):
+            states = model.encoder(**IDS, output_hidden_states=True).hidden_states[1]
+        first = table[(table.metric == "relative_residual") & (table.layer == 1)].value.tolist()
+        assert first == pytest.approx(relative_residual(states).tolist(), rel=1e-9)

@@ -99,6 +99,11 @@ def choosing_tower(name: str | None) -> Iterator[None]:
         _wanted.reset(token)
 
 
+def chosen_tower() -> str | None:
+    """The name that [`choosing_tower`] was given."""
+    return _wanted.get()
+
+
 def tower_of(root: nn.Module) -> Tower:
     """The tower that is chosen now, or the only one; a `ValueError` that lists the towers otherwise."""
     towers, wanted = towers_of(root), _wanted.get()
@@ -111,6 +116,7 @@ def tower_of(root: nn.Module) -> Tower:
         names = ", ".join(repr(tower.name) for tower in towers)
         given = "" if wanted is None else f", got {wanted!r}"
         raise ValueError(
-            f"{type(root).__name__} has {len(towers)} lists of layers: give one as `tower`, of {names}{given}."
+            f"{type(root).__name__} has {len(towers)} {'list' if len(towers) == 1 else 'lists'} of layers: give one as `tower`, of "
+            f"{names}{given}."
         )
     return chosen[0]

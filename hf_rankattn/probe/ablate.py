@@ -14,6 +14,7 @@ from ..families.architectures import attending_layers, base_of, family_of, layer
 from ..families.projections import submodule
 from ..families.row import Family
 from ..families.stream import FollowedLayer, Mark, Seen, Sum, mark_of, misfit, put_mark
+from ..families.structure import choosing_tower, chosen_tower
 from ..files.running import evaluating, uncompiled
 from .batches import first_example, plain, run
 
@@ -92,7 +93,8 @@ def follow(layer: nn.Module, family: Family, removed: Mapping[str, Active], seen
 class Ablations:
     """What is removed from one model now: the union of all open blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, tower: str | None) -> None:
+        self.tower = tower
         self.requests: list[Removed] = []
         self.hooks = ExitStack()
 
@@ -106,7 +108,8 @@ class Ablations:
 
     def reinstall(self, model: PreTrainedModel) -> None:
         self.hooks.close()
-        family, applied = family_of(model), layers_of(model)
+        with choosing_tower(self.tower):
+            family, applied = family_of(model), layers_of(model)
         removed = {name: layers for name, layers in self.union().items() if layers}
         shared = len(set(applied)) < len(applied)
         depth = Depth(base_of(model), applied, self.hooks) if shared and removed else None
@@ -127,7 +130,8 @@ def running(wanted: set[int], index: int, depth: Depth | None, count: int) -> Ca
     return lambda: depth.layer in wanted
 
 
-_ablations: "weakref.WeakKeyDictionary[nn.Module, Ablations]" = weakref.WeakKeyDictionary()
+# of each model and tower
+_ablations: "weakref.WeakKeyDictionary[nn.Module, dict[str | None, Ablations]]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -138,18 +142,22 @@ def ablate(
     mlp_skip: bool = False,
     norm: bool = False,
     layers: Collection[int] | None = None,
+    tower: str | None = None,
 ) -> Iterator[PreTrainedModel]:
     """Run a model without some of its parts; `True` means removed. On exit, the model is restored to the last bit.
 
     Args:
-        model: A model of a family in the table of architectures.
-        attention_skip (`bool`, *optional*): Remove the skip connection around attention. The norm after it stays.
+        model: A model whose layers add attention and MLPs to a residual stream, of any type.
+        attention_skip (`bool`, *optional*):
+            Remove the skip connection around attention. The norm after it stays. Where attention and MLP are side by side, this
+            is the only skip, and `mlp_skip` is refused while the model runs.
         mlp (`bool`, *optional*):
             Remove the MLP with its skip and its norm. `"identity_trick"`, for ALBERT, replaces only its two linear maps
             by identities and keeps activation, skip and norm, as the published curves do.
         mlp_skip (`bool`, *optional*): Remove the skip connection around the MLP alone.
         norm (`bool`, *optional*): Remove the norms of the layers.
         layers (`Collection[int]`, *optional*): The layers to change, counted as they run; all by default.
+        tower (`str`, *optional*): For a model with several lists of layers, which one: `"encoder"`, `"decoder"`, ...
 
     The sums of a layer are found while it runs, and the ones that are removed are not computed; nothing is subtracted
     afterwards. Blocks can be nested in any order, and remove the union of what they name. A removed MLP still runs on one
@@ -181,7 +189,9 @@ def ablate(
             "compiled code does not see new hooks: ablate the module that was compiled (model._orig_mod) and run that."
         )
     model = plain(model)
-    family, applied = family_of(model), layers_of(model)
+    tower = tower or chosen_tower()
+    with choosing_tower(tower):
+        family, applied = family_of(model), layers_of(model)
     wanted = set(range(len(applied)) if layers is None else layers)
     if foreign := sorted(wanted - set(range(len(applied)))):
         raise ValueError(f"the model has layers 0 to {len(applied) - 1}, got {foreign}.")
@@ -198,7 +208,7 @@ def ablate(
             "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."
         )
     base, request = base_of(model), dict.fromkeys(names, wanted)
-    active = _ablations.setdefault(base, Ablations())
+    active = _ablations.setdefault(base, {}).setdefault(tower, Ablations(tower))
     with uncompiled(base):
         active.requests.append(request)
         try:

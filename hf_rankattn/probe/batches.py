@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..families.architectures import attending_layers, base_of, family_of, layers_of
-from ..families.structure import choosing_tower, tower_of
+from ..families.structure import CROSS, Tower, attention_modules, choosing_tower, tower_of, towers_of
 from ..files.batches import longest
 from ..measure.norms import full_precision
 
@@ -33,6 +33,8 @@ def probing(
         with full_precision():
             model = plain(model)
             tower: Any = kwargs.pop("tower", None)
+            if tower is not None:
+                model, tower = take_tower(model, tower)
             with choosing_tower(tower):
                 if not layers_of(model):  # before anything else
                     raise ValueError(
@@ -64,6 +66,33 @@ def plain(model: Any) -> PreTrainedModel:
             "the weights of the model are on the meta device, where they have no values: load them with from_pretrained."
         )
     return model
+
+
+def crosses(tower: Tower) -> bool:
+    """Whether the layers of a tower have cross-attention."""
+    return any(CROSS.search(path) for layer in tower.layers for path, _ in attention_modules(layer))
+
+
+def take_tower(model: PreTrainedModel, tower: str | None) -> tuple[PreTrainedModel, str | None]:
+    """The part of a model that is one tower and runs alone, and the name of the tower if it runs in the whole model alone.
+
+    A decoder with cross-attention runs in the whole model. Any other tower of several is taken out, as it has a config and
+    inputs of its own.
+    """
+    base = base_of(model)
+    if family_of(model).layers or (tower is None and len(towers_of(base)) == 1):
+        return model, None
+    with choosing_tower(tower):
+        chosen = tower_of(base)
+    if len(towers_of(base)) == 1:
+        return model, None
+    crossing = crosses(chosen)
+    path = chosen.path.split(".")
+    for depth in range(1, 1 if crossing else len(path)):
+        part = base.get_submodule(".".join(path[:depth]))
+        if isinstance(part, PreTrainedModel) and len(towers_of(part)) == 1:
+            return part, None
+    return model, chosen.name
 
 
 def real_tokens(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

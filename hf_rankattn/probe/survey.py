@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..families.architectures import attending_layers, base_of, family_of, is_causal, layers_of
 from ..families.stream import states_of
-from ..families.structure import CROSS, Tower, attention_modules, choosing_tower, tower_of, towers_of
+from ..families.structure import choosing_tower, tower_of, towers_of
 from ..files.batches import Batch, image_batches, longest, random_batches, text_batches
 from ..files.checkpoints import (
     NoTokenizer,
@@ -33,7 +33,7 @@ from ..files.texts import read_texts
 from ..measure.rate import precision_floor
 from . import measure_attention, measure_collapse, measure_logits, measure_weights
 from .ablate import misfits
-from .batches import first_example, over_processes, real_tokens, run
+from .batches import crosses, first_example, over_processes, real_tokens, run, take_tower
 from .collapse import VARIANTS
 from .interface import Attended, showing_layers
 from .weights import PackedWeightsError
@@ -81,11 +81,6 @@ def load_checkpoint(
     return model
 
 
-def crosses(tower: Tower) -> bool:
-    """Whether the layers of a tower have cross-attention."""
-    return any(CROSS.search(path) for layer in tower.layers for path, _ in attention_modules(layer))
-
-
 def needed_weights(name: str, config: Any, tower: str | None) -> Callable[[str], bool]:
     """Which weights a checkpoint must hold: all but those of other towers; a `ValueError` if no tower can be measured."""
     if family_of(config).layers:
@@ -101,28 +96,6 @@ def needed_weights(name: str, config: Any, tower: str | None) -> Callable[[str],
     own = chosen.path.split(".")[0]
     others = {found.path.split(".")[0] for found in towers_of(base_of(empty))} - {own}
     return lambda key: key.split(".")[0] not in others
-
-
-def take_tower(model: PreTrainedModel, tower: str | None) -> tuple[PreTrainedModel, str | None]:
-    """The part of a model that is one tower and runs alone, and the name of the tower if it runs in the whole model alone.
-
-    A decoder with cross-attention runs in the whole model. Any other tower of several is taken out, as it has a config and
-    inputs of its own.
-    """
-    base = base_of(model)
-    if family_of(model).layers or (tower is None and len(towers_of(base)) == 1):
-        return model, None
-    with choosing_tower(tower):
-        chosen = tower_of(base)
-    if len(towers_of(base)) == 1:
-        return model, None
-    crossing = crosses(chosen)
-    path = chosen.path.split(".")
-    for depth in range(1, 1 if crossing else len(path)):
-        part = base.get_submodule(".".join(path[:depth]))
-        if isinstance(part, PreTrainedModel) and len(towers_of(part)) == 1:
-            return part, None
-    return model, chosen.name
 
 
 def impossible_variants(model: PreTrainedModel, batch: Batch) -> dict[str, str]:

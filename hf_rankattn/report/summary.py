@@ -136,7 +136,7 @@ def collapse_answer(residuals: list[float], floor: float) -> tuple[str, dict[str
     course = f"{start}, {number(residuals[-1])} after layer {last}"
     if residuals[-1] < 0.1:
         return f"hardly: {course} ({KINDS[rate.kind]})", values
-    return f"yes: {course}" + ("" if rate.kind == "none" else f" ({KINDS[rate.kind]})"), values
+    return f"yes: {course}", values  # a fall of less than a decade says little of its rate
 
 
 def published_course(curve: pd.Series, variant: str, facts: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -53,7 +53,7 @@ def measure(
 ) -> None:
     """Measure the rank that a checkpoint has, uses and loses, or compare several checkpoints.
 
-    It answers three questions: Do tokens stay apart? How much rank do attention maps have? How much query-key rank is used?
+    Do tokens stay apart? How much rank do attention maps have? How much query-key and value rank is there, and how much is used?
     """
     from hf_rankattn.files.atomic import fresh_folder
     from hf_rankattn.probe.survey import measure_checkpoint, measure_checkpoints
