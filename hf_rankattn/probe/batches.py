@@ -33,8 +33,6 @@ def probing(
         with full_precision():
             model = plain(model)
             tower: Any = kwargs.pop("tower", None)
-            if tower is not None:
-                model, tower = take_tower(model, tower)
             with choosing_tower(tower):
                 if not layers_of(model):  # before anything else
                     raise ValueError(
