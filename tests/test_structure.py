@@ -259,7 +259,7 @@ class TestRefusals:
             measure_collapse(model, batch, tower="encoder" if model_type == "fsmt" else None)
 
 
-class TestWhatAReviewFound:
+class TestRegressions:
     def test_each_tower_has_its_own_mask(self):
         model = float64("t5").float()
         ids, words = torch.randint(3, 99, (2, 12)), torch.randint(3, 99, (2, 9))
