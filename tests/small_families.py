@@ -48,22 +48,18 @@ INPUTS: dict[str, dict[str, Any]] = {}
 
 
 def resnet() -> PreTrainedConfig:
-    return CONFIG_MAPPING["resnet"](
-        embedding_size=8,
-        hidden_sizes=[8, 8, 16, 16],
-        depths=[1, 1, 1, 1],
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
+    stages = [f"stage{number}" for number in (1, 2, 3, 4)]
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+    return CONFIG_MAPPING["resnet"](**sizes, out_features=stages)
 
 
 def values_of(config: PreTrainedConfig, image: int) -> dict[str, Any]:
     """The sizes that a config has fields for."""
-    staged = any(
-        isinstance(config.__dict__.get(name), list | tuple) for name in ("depths", "num_heads", "hidden_sizes")
-    )
+    fields = config.__dict__
+    staged = any(isinstance(fields.get(name), list | tuple) for name in ("depths", "num_heads", "hidden_sizes"))
     found = {}
     for name, size in {**SIZES, "image_size": image}.items():
-        old = config.__dict__.get(name, inspect)
+        old = fields.get(name, inspect)
         if staged and name in ("embed_dim", "hidden_size", "hidden_dim", "patch_size", "num_heads", "embedding_size"):
             continue
         if isinstance(old, int) and not isinstance(old, bool) or name in ("n_inner", "head_dim") and old is None:
@@ -72,19 +68,12 @@ def values_of(config: PreTrainedConfig, image: int) -> dict[str, Any]:
             found[name] = [size] * len(old)
     if "qk_rope_head_dim" in found:  # the rotary width of latent attention is also called the width of its heads
         found.pop("head_dim", None)
-    if isinstance(config.__dict__.get("depths"), list | tuple):
+    if isinstance(fields.get("depths"), list | tuple):
         found["depths"] = [min(2, depth) for depth in config.depths]
-    if (
-        "use_timm_backbone" in config.__dict__
-        or type(config.__dict__.get("backbone_config")).__name__ == "TimmBackboneConfig"
-    ):
-        found |= {
-            "use_timm_backbone": False,
-            "use_pretrained_backbone": False,
-            "backbone": None,
-            "backbone_config": resnet(),
-        }
-        found = {name: value for name, value in found.items() if name in config.__dict__}
+    if "use_timm_backbone" in fields or type(fields.get("backbone_config")).__name__ == "TimmBackboneConfig":
+        found |= {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+        found |= {"backbone_config": resnet()}
+        found = {name: value for name, value in found.items() if name in fields}
     return found
 
 
@@ -220,6 +209,10 @@ def numbers(config: PreTrainedConfig, *names: str, default: int) -> int:
     return default
 
 
+BINS = "num_mel_bins n_mels input_feat_per_channel feature_size input_dim feature_projection_input_dim".split()
+EMBEDDED = "query_embeds inputs_embeds noise_embeds encoder_hidden_states visual_feats context_embeds".split()
+
+
 def candidates(name: str, config: PreTrainedConfig) -> list[Any]:
     """Tensors that an input of this name can be."""
     words = numbers(config, "vocab_size", "decoder_vocab_size", "text_vocab_size", default=WORDS)
@@ -228,56 +221,29 @@ def candidates(name: str, config: PreTrainedConfig) -> list[Any]:
     channels = numbers(config, "num_channels", "in_channels", "in_chans", default=3)
     size = numbers(config, "image_size", default=64)
     patch, deep = numbers(config, "patch_size", default=4), numbers(config, "temporal_patch_size", default=1)
-    mel = numbers(
-        config,
-        "num_mel_bins",
-        "n_mels",
-        "input_feat_per_channel",
-        "feature_size",
-        "input_dim",
-        "feature_projection_input_dim",
-        default=MEL,
-    )
+    mel = numbers(config, *BINS, default=MEL)
     frames = numbers(config, "num_frames", "frames_per_clip", default=2)
     if name in ("input_ids", "qformer_input_ids", "decoder_input_ids"):
         return [ids if name == "input_ids" else ids[:, :10]]
     if name in ("attention_mask", "input_features_mask", "qformer_attention_mask"):
         return [torch.ones(2, 12, dtype=torch.long)]
     if name in ("pixel_values", "prompt_pixel_values", "prompt_masks", "pixel_values_images"):
-        images = [torch.randn(2, channels, side, side) for side in dict.fromkeys((size, 64, 224))]
-        return [
-            *images,
-            torch.randn(2, frames, channels, size, size),
-            torch.randn(2, 2, channels, size, size),
-            packed(16, channels * deep * patch**2),
-        ]
+        shapes = [(2, channels, side, side) for side in dict.fromkeys((size, 64, 224))]
+        shapes += [(2, frames, channels, size, size), (2, 2, channels, size, size), (16, channels * deep * patch**2)]
+        return [torch.randn(shape) for shape in shapes]
     if name == "pixel_values_videos":
         return [torch.randn(2, frames, channels, size, size)]
     if name in ("grid_thw", "image_grid_thw"):
         return [torch.tensor([[1, 4, 4]])]
     if name == "hidden_states":
-        return [packed(16, channels * deep * patch**2), packed(16, hidden), torch.randn(2, 12, hidden)]
+        return [torch.randn(shape) for shape in ((16, channels * deep * patch**2), (16, hidden), (2, 12, hidden))]
     if name == "input_values":
-        return [
-            torch.randn(2, 3840),
-            torch.randn(2, 1, 3840),
-            torch.randn(2, numbers(config, "max_length", default=64), mel),
-            torch.randn(2, 64, mel),
-        ]
+        frames = numbers(config, "max_length", default=64)
+        return [torch.randn(shape) for shape in ((2, 3840), (2, 1, 3840), (2, frames, mel), (2, 64, mel))]
     if name == "input_features":
         positions = numbers(config, "max_source_positions", default=32)
-        shapes = [
-            (2, mel, 2 * positions),
-            (2, 64, mel),
-            (2, mel, 64),
-            (2, 1, 64, mel),
-            (2, 64, 2 * mel),
-            (2, 64, 160),
-            (2, 64, 128),
-            (2, 64, 80),
-            (2, 128, 64),
-            (2, 80, 64),
-        ]
+        shapes = [(2, mel, 2 * positions), (2, 64, mel), (2, mel, 64), (2, 1, 64, mel), (2, 64, 2 * mel)]
+        shapes += [(2, 64, 160), (2, 64, 128), (2, 64, 80), (2, 128, 64), (2, 80, 64)]
         return [torch.randn(shape) for shape in shapes]
     if name in ("past_values", "inputs", "past_time_features", "future_time_features"):
         length = numbers(config, "context_length", "max_position_embeddings", default=32)
@@ -285,20 +251,9 @@ def candidates(name: str, config: PreTrainedConfig) -> list[Any]:
         return [torch.randn(2, length, features), torch.randn(2, length), torch.randn(2, 12, hidden)]
     if name == "bbox":
         return [torch.tensor([1, 2, 30, 40]).expand(2, 12, 4).contiguous(), torch.rand(2, 12, 4), torch.rand(2, 12, 8)]
-    if name in (
-        "query_embeds",
-        "inputs_embeds",
-        "noise_embeds",
-        "encoder_hidden_states",
-        "visual_feats",
-        "context_embeds",
-    ):
+    if name in EMBEDDED:
         return [torch.randn(2, 12, hidden)]
     return []
-
-
-def packed(count: int, width: int) -> torch.Tensor:
-    return torch.randn(count, width)
 
 
 def batches_for(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
@@ -306,11 +261,8 @@ def batches_for(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     torch.manual_seed(1)
     config, parameters = model.config, inspect.signature(model.forward).parameters
     given = INPUTS.get(config.model_type, {})
-    required = [
-        name
-        for name, entry in parameters.items()
-        if entry.default is entry.empty and entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
-    ]
+    stars = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [name for name, entry in parameters.items() if entry.default is entry.empty and entry.kind not in stars]
     main = model.main_input_name
     wanted = dict.fromkeys([*([main] if main in parameters else []), *required])
     wanted |= dict.fromkeys(name for name in ("input_ids", "bbox") if name in parameters)

@@ -1,7 +1,11 @@
-"""The three families, their task classes and tiny inputs, for every test that runs over all of them."""
+"""The families with a rank twin, their task classes and tiny inputs, for every test that runs over all of them."""
 
+import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +24,12 @@ class Family:
     name: str
     suffixes: tuple[str, ...]
     sizes: dict[str, Any]
-    implementations: tuple[str, ...]
+    implementations: tuple[str, ...] = ("eager", "sdpa")
+    inputs: tuple[str, ...] = ("input_ids", "attention_mask", "token_type_ids")
+
+    @property
+    def model_type(self) -> str:
+        return self.stock("Config").model_type
 
     def stock(self, suffix: str):
         return getattr(transformers, f"{self.name}{suffix}")
@@ -42,7 +51,6 @@ BERT = Family(
     name="Bert",
     suffixes=("Model", "ForPreTraining", "LMHeadModel", "ForMaskedLM", "ForNextSentencePrediction", *TASK_HEADS),
     sizes={**SIZES, "num_hidden_layers": 3},
-    implementations=("eager", "sdpa"),
 )
 ALBERT = Family(
     name="Albert",
@@ -52,7 +60,6 @@ ALBERT = Family(
         # stock ALBERT has none, which would leave training mode untested
         **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     },
-    implementations=("eager", "sdpa"),
 )
 XLNET = Family(
     name="XLNet",
@@ -61,10 +68,36 @@ XLNET = Family(
     # XLNet has its own attention code and knows no other implementation
     implementations=("eager",),
 )
-FAMILIES = (BERT, ALBERT, XLNET)
-TASKS = [(family, suffix) for family in FAMILIES for suffix in family.suffixes]
-TASK_IDS = [f"{family.name}{suffix}" for family, suffix in TASKS]
+LM_HEADS = ("ForCausalLM", "ForMaskedLM")
+ROBERTA, XLM_ROBERTA, CAMEMBERT = (
+    Family(name, ("Model", *LM_HEADS, *TASK_HEADS), {**SIZES, "num_hidden_layers": 3})
+    for name in ("Roberta", "XLMRoberta", "Camembert")
+)
+ELECTRA = Family(
+    name="Electra",
+    suffixes=("Model", "ForPreTraining", *LM_HEADS, *TASK_HEADS),
+    sizes={**SIZES, "num_hidden_layers": 3, "embedding_size": 16},
+)
+DISTILBERT = Family(
+    name="DistilBert",
+    suffixes=("Model", "ForMaskedLM", *TASK_HEADS),
+    sizes={"vocab_size": VOCAB, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 37},
+    inputs=("input_ids", "attention_mask"),
+)
+GPT2 = Family(
+    name="GPT2",
+    suffixes=("Model", "LMHeadModel", "DoubleHeadsModel", *(head for head in TASK_HEADS if "Multiple" not in head)),
+    sizes={
+        **{"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 37, "n_positions": 64},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    },
+)
+EVERY_FAMILY = (BERT, ALBERT, XLNET, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, DISTILBERT, GPT2)
+# XLM-RoBERTa and CamemBERT have the code of RoBERTa under other names: they are in the tests of every class only
+FAMILIES = tuple(family for family in EVERY_FAMILY if family not in (XLM_ROBERTA, CAMEMBERT))
 FAMILY_IDS = [family.name for family in FAMILIES]
+TASKS = [(family, suffix) for family in EVERY_FAMILY for suffix in family.suffixes]
+TASK_IDS = [f"{family.name}{suffix}" for family, suffix in TASKS]
 
 
 def tiny_inputs(family: Family, suffix: str, labels: bool = False) -> dict[str, torch.Tensor]:
@@ -79,14 +112,19 @@ def tiny_inputs(family: Family, suffix: str, labels: bool = False) -> dict[str, 
     mask[2, 4:] = 0
     ids, types = draw(VOCAB, BATCH, LENGTH), draw(2, BATCH, LENGTH)
     batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
-    if suffix == "ForMultipleChoice":
+    batch = {name: batch[name] for name in family.inputs}
+    if suffix in ("ForMultipleChoice", "DoubleHeadsModel"):
         batch = {name: torch.stack([value, value.flip(0)], dim=1) for name, value in batch.items()}
     if not labels:
         return batch
-    if suffix == "ForPreTraining":
+    if family is ELECTRA and suffix == "ForPreTraining":
+        batch["labels"] = draw(2, BATCH, LENGTH)
+    elif suffix == "DoubleHeadsModel":
+        batch["labels"], batch["mc_labels"] = draw(VOCAB, BATCH, 2, LENGTH), draw(2, BATCH)
+    elif suffix == "ForPreTraining":
         batch["labels"] = draw(VOCAB, BATCH, LENGTH)
         batch["next_sentence_label" if family is BERT else "sentence_order_label"] = draw(2, BATCH)
-    elif suffix in ("LMHeadModel", "ForMaskedLM"):
+    elif suffix in ("LMHeadModel", *LM_HEADS):
         batch["labels"] = draw(VOCAB, BATCH, LENGTH)
     elif suffix == "ForTokenClassification":
         batch["labels"] = draw(2, BATCH, LENGTH)
@@ -113,15 +151,23 @@ def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if hasattr(module, "qk_rank")]
 
 
+def projections(attention: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights (heads * width, hidden) and biases of queries, keys and values, for all families but XLNet."""
+    if hasattr(attention, "c_attn"):
+        weights, biases = attention.c_attn.weight.T, attention.c_attn.bias
+        return list(zip(weights.split(attention.split_size), biases.split(attention.split_size), strict=True))
+    names = ("q_lin", "k_lin", "v_lin") if hasattr(attention, "q_lin") else ("query", "key", "value")
+    return [(getattr(attention, name).weight, getattr(attention, name).bias) for name in names]
+
+
 def bilinear_forms(attention: torch.nn.Module) -> torch.Tensor:
     """W_Q W_K^T of each head, (heads, hidden, hidden), in float64."""
-    heads, rank = attention.num_attention_heads, attention.qk_rank
     if hasattr(attention, "q"):
         query, key = attention.q.double().transpose(0, 1), attention.k.double().transpose(0, 1)
     else:
         query, key = (
-            weight.double().view(heads, rank, -1).transpose(1, 2)
-            for weight in (attention.query.weight, attention.key.weight)
+            weight.double().unflatten(0, (attention.num_attention_heads, attention.qk_rank)).transpose(1, 2)
+            for weight, _ in projections(attention)[:2]
         )
     return query @ key.transpose(1, 2)
 
@@ -138,6 +184,14 @@ def small_bert(layers, heads, hidden=24, **fields):
     sizes = {"vocab_size": 50, "hidden_size": hidden, "intermediate_size": 30, "num_hidden_layers": layers}
     config = transformers.BertConfig(**sizes, num_attention_heads=heads, **fields)
     return shaken(transformers.BertModel(config, add_pooling_layer=False))
+
+
+def run_code(code: str, *arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process of its own, which must end without an error."""
+    command, text = [sys.executable, "-c", code, *arguments], {"text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **env}, cwd=cwd, timeout=300, **text)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def hear_interrupts() -> None:

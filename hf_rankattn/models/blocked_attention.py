@@ -285,7 +285,7 @@ def block_sizes(states: torch.Tensor, layers: tuple[nn.Module, ...], num_heads: 
     """Samples and heads per block, or None where blocks do not apply or one score matrix alone overflows them."""
     if states.device.type != "cpu" or states.dtype not in (torch.float32, torch.float64):
         return None
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     if torch.nn.modules.module._has_any_global_hook() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None

@@ -26,6 +26,7 @@ from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.hub import cached_files, resolve_revision
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -33,9 +34,24 @@ from transformers.utils.peft_utils import find_adapter_config_file
 RANK_FIELDS = ("qk_rank", "v_head_dim", "qk_norm", "qk_scale")
 WIDTHS = ("qk_rank", "v_head_dim")
 WIDEST = 2**20  # beyond any head that can be allocated
+FLEX_NARROWEST = 16  # narrower heads have no compiled kernel on accelerators
 MOST_LAYERS = 2**12  # four times the deepest published model; more layers take minutes to build
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 HERE = Path(__file__).parent
+FIELDS_DOC = """Configuration of a [`{model}`]: every field of [`~transformers.{config}`], and the geometry of the heads.
+
+Args:
+    qk_rank (`int`, *optional*, defaults to `hidden_size / num_attention_heads`):
+        Query/key width of each head: the largest rank its bilinear form can have. A list gives one per layer.
+    v_head_dim (`int`, *optional*, defaults to `hidden_size / num_attention_heads`):
+        Value width of each head. When it is given, the heads need not divide the hidden size.
+    qk_norm (`bool`, *optional*, defaults to `False`):
+        Unit-norm queries and keys, with one learned log-temperature per head.
+    qk_scale (`float`, *optional*, defaults to `qk_rank ** -0.5`):
+        Factor on the logits.
+
+With all four left alone, the model is stock {family} to the last bit, under the stock parameter names.
+"""
 
 
 class HeadGeometry(NamedTuple):
@@ -111,7 +127,20 @@ class RankConfigMixin:
     qk_norm: "bool" = False
     qk_scale: "float | int | None" = None
 
+    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "attentions", "cross_attentions"]
+
+    def __init_subclass__(cls, **kwargs):
+        notes = cls.__doc__ if "__doc__" in cls.__dict__ else ""
+        super().__init_subclass__(**kwargs)  # gives a class without a docstring its signature as one
+        if "stock_model_type" in cls.__dict__:
+            stem = cls.__name__.removesuffix("Config")
+            names = {"model": f"{stem}Model", "config": f"{stem[4:]}Config", "family": stem[4:]}
+            cls.__doc__ = "\n".join(filter(None, (FIELDS_DOC.format(**names), inspect.cleandoc(notes or ""))))
+
     def __post_init__(self, **kwargs):
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))  # before lists are spread over the layers
         stock = getattr(self, "stock_model_type", None)
         if "head_dim" in kwargs:
             raise ValueError(
@@ -265,11 +294,15 @@ def set_projections(module: nn.Module, hidden_size: int, bias: bool = True) -> N
     module.value = nn.Linear(hidden_size, module.num_attention_heads * module.v_head_dim, bias=bias)
 
 
+def split_heads(module: Any, states: torch.Tensor, width: int) -> torch.Tensor:
+    """Projected states (batch, n, heads * width) as (batch, heads, n, width)."""
+    # the number of heads is never left to be inferred: a narrower query would silently become fewer heads
+    return states.view(*states.shape[:-1], module.num_attention_heads, width).transpose(1, 2)
+
+
 def project(module: nn.Module, name: str, states: torch.Tensor) -> torch.Tensor:
     """Query, key or value (by `name`) of states (batch, n, hidden): (batch, heads, n, width)."""
-    width = module.v_head_dim if name == "value" else module.qk_rank
-    # the number of heads is never left to be inferred: a narrower query would silently become fewer heads
-    return getattr(module, name)(states).view(*states.shape[:-1], module.num_attention_heads, width).transpose(1, 2)
+    return split_heads(module, getattr(module, name)(states), module.v_head_dim if name == "value" else module.qk_rank)
 
 
 def unit_norm(states: torch.Tensor) -> torch.Tensor:
@@ -286,6 +319,20 @@ def apply_qk_norm(module, query, key):
     return unit_norm(query) * temperature, unit_norm(key)
 
 
+def check_flex(qk_rank: int, v_head_dim: int, dropout: float) -> None:
+    """Refuse what flex attention, which transformers always compiles, cannot run on an accelerator."""
+    if min(qk_rank, v_head_dim) < FLEX_NARROWEST:
+        raise ValueError(
+            f"flex attention is compiled, and compiled it needs heads of width {FLEX_NARROWEST} or more, got "
+            f"qk_rank={qk_rank} and v_head_dim={v_head_dim}. Use another kernel: model.set_attn_implementation('sdpa')."
+        )
+    if dropout > 0:
+        raise ValueError(
+            f"flex attention has no dropout, got attention dropout {dropout} in training. Set "
+            "attention_probs_dropout_prob=0, or use another kernel: model.set_attn_implementation('sdpa')."
+        )
+
+
 def rank_attention(module, query, key, value, attention_mask, dropout, eager, **kwargs):
     """Attention through transformers' interface, with independent query/key and value widths.
 
@@ -297,8 +344,12 @@ def rank_attention(module, query, key, value, attention_mask, dropout, eager, **
     implementation = module.config._attn_implementation
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     v_width = value.shape[-1]
-    # torch's CPU kernel is fast for equal widths and without dropout only; zeros change neither logits nor values.
-    if query.shape[-1] != v_width and implementation == "sdpa" and query.device.type == "cpu" and dropout == 0.0:
+    if implementation == "flex_attention":
+        check_flex(query.shape[-1], v_width, dropout)
+    # Zeros change neither logits nor values. torch's CPU kernel is fast for equal widths and without dropout only, and
+    # transformers' flash attention would crop values that are wider than the queries.
+    fast_if_equal = implementation == "sdpa" and query.device.type == "cpu" and dropout == 0.0
+    if query.shape[-1] != v_width and (fast_if_equal or is_flash_attention_requested(module.config)):
         width = max(query.shape[-1], v_width)
         query, key, value = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     joined, maps = attend(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
@@ -355,9 +406,6 @@ def save_source(instance, folder, config) -> None:
 class RankModelMixin:
     """Construction, checks, loading and sharing of the rank models. It stands before the stock base class."""
 
-    # Flash and flex kernels are off until they have been tested on a GPU with unequal widths.
-    _supports_flash_attn = False
-    _supports_flex_attn = False
     model_tags = ["rank-attention"]
 
     def __init__(self, config, *args, **kwargs):
@@ -379,6 +427,14 @@ class RankModelMixin:
     def rank_classes(self, config) -> dict[str, Any]:
         """Name of a class that the stock constructor builds -> what is built instead."""
         raise NotImplementedError
+
+    def _get_static_cache_init_shape(self):
+        return None  # generation assumes one width for keys and values; without a shape the cache adapts to both
+
+    def _initialize_weights(self, module, is_custom_code=False):
+        # for classes outside of transformers, it skips modules without own parameters, at which GPT-2 scales `c_proj`
+        has_own = next(module.parameters(recurse=False), None) is not None
+        super()._initialize_weights(module, is_custom_code and has_own)
 
     def _init_weights(self, module):
         super()._init_weights(module)

@@ -98,6 +98,45 @@ FAMILIES = {
         inputs=("input_ids",),
         upstream_skips={"test_retain_grad_hidden_states_attentions": "XLNet keeps no gradients in its outputs"},
     ),
+    **{
+        name: Family(
+            prefix=prefix,
+            heads=("Model", "ForCausalLM", "ForMaskedLM", *TASK_HEADS),
+            config=BERT_LIKE,
+            config_test={"hidden_size": 192},
+            overfit=("ForCausalLM", {"is_decoder": True}),
+        )
+        for name, prefix in (("roberta", "Roberta"), ("xlm_roberta", "XLMRoberta"), ("camembert", "Camembert"))
+    },
+    "electra": Family(
+        prefix="Electra",
+        heads=("Model", "ForPreTraining", "ForCausalLM", "ForMaskedLM", *TASK_HEADS),
+        config=BERT_LIKE | {"embedding_size": 32},
+        config_test={"hidden_size": 192},
+        overfit=("ForCausalLM", {"is_decoder": True}),
+    ),
+    "distilbert": Family(
+        prefix="DistilBert",
+        heads=("Model", "ForMaskedLM", *TASK_HEADS),
+        config={
+            **{"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37},
+            "max_position_embeddings": 128,
+        },
+        config_test={"dim": 192},
+        inputs=("input_ids", "attention_mask"),
+        overfit=("ForMaskedLM", {}),
+    ),
+    "gpt2": Family(
+        prefix="GPT2",
+        heads=("Model", "LMHeadModel", "DoubleHeadsModel", *(head for head in TASK_HEADS if "Multiple" not in head)),
+        config={
+            **{"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 37, "n_positions": 128},
+            **{"bos_token_id": 98, "eos_token_id": 98, "pad_token_id": 98},
+        },
+        config_test={"n_embd": 192},
+        inputs=("input_ids", "attention_mask"),
+        overfit=("LMHeadModel", {}),
+    ),
     "rank_encoder": Family(
         prefix="Encoder",
         heads=("Model", "ForPointRegression", "ForTokenClassification"),
@@ -199,6 +238,10 @@ def build(family_name: str, variant: str) -> dict[str, type]:
             # XLNet has two heads for this task and the Auto classes know the simple one only.
             if return_labels and model_class is classes.get("ForQuestionAnswering"):
                 inputs |= {"start_positions": zeros, "end_positions": zeros.clone()}
+            if return_labels and model_class is classes.get("DoubleHeadsModel"):
+                choices = [1, self.model_tester.num_choices, 1]
+                inputs = {name: inputs[name][:, None].repeat(choices) for name in family.inputs}
+                inputs |= {"labels": inputs["input_ids"], "mc_labels": zeros}
             if return_labels and model_class is classes.get("ForPointRegression"):
                 inputs["labels"] = torch.zeros_like(inputs["points"])
             return inputs

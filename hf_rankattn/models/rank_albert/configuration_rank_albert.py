@@ -9,22 +9,8 @@ from ..rank_attention import RankConfigMixin
 @strict
 class RankAlbertConfig(RankConfigMixin, AlbertConfig):
     r"""
-    Configuration of a [`RankAlbertModel`]: every field of [`~transformers.AlbertConfig`], and the geometry of the heads.
-
-    Args:
-        qk_rank (`int`, *optional*, defaults to `hidden_size / num_attention_heads`):
-            Query/key width of each head: the largest rank its bilinear form can have. A list gives one per group.
-        v_head_dim (`int`, *optional*, defaults to `hidden_size / num_attention_heads`):
-            Value width of each head. When it is given, the heads need not divide the hidden size.
-        qk_norm (`bool`, *optional*, defaults to `False`):
-            Unit-norm queries and keys, with one learned log-temperature per head.
-        qk_scale (`float`, *optional*, defaults to `qk_rank ** -0.5`):
-            Factor on the logits.
-
-    The layers of a group share their weights, so these four may differ by group, not by layer: `per_layer_config` has to
-    give all layers of a group the same values.
-
-    With all four left alone, the model is stock ALBERT to the last bit, under the stock parameter names.
+    The layers of a group share their weights, so these four may differ by group, not by layer: a list gives one integer per
+    group, and `per_layer_config` has to give all layers of a group the same values.
 
     Example:
 
@@ -38,7 +24,6 @@ class RankAlbertConfig(RankConfigMixin, AlbertConfig):
 
     model_type = "rank_albert"
     stock_model_type = "albert"
-    keys_to_ignore_at_inference = ["hidden_states", "attentions"]
 
     def layers_of_group(self, group_idx: int) -> list[int]:
         """The layers that run with the weights of one group, counted as transformers counts them."""

@@ -1,6 +1,6 @@
 """RankXLNet: XLNet whose heads have a query-key rank of their own. Only attention differs from transformers' XLNet."""
 
-from functools import partial
+from functools import partial, wraps
 
 import torch
 from torch import nn
@@ -91,6 +91,12 @@ class RankXLNetPreTrainedModel(RankModelMixin, XLNetPreTrainedModel):
 
 class RankXLNetModel(RankXLNetPreTrainedModel, XLNetModel):
     """[`~transformers.XLNetModel`] on rank attention."""
+
+    @wraps(XLNetModel.forward)
+    def forward(self, input_ids=None, attention_mask=None, *args, **kwargs):
+        # the ONNX exporter cannot translate stock's `1.0 - attention_mask` for integers
+        mask = attention_mask if attention_mask is None else attention_mask.to(self.dtype)
+        return super().forward(input_ids, mask, *args, **kwargs)
 
 
 class RankXLNetLMHeadModel(RankXLNetPreTrainedModel, XLNetLMHeadModel, GenerationMixin):

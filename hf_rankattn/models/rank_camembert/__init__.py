@@ -1,0 +1,2 @@
+from .configuration_rank_camembert import *
+from .modeling_rank_camembert import *
