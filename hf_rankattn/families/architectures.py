@@ -29,6 +29,7 @@ def bert_like(name: str, *model_types: str, **row: Any) -> Family:
         attention_norm="attention.output.LayerNorm",
         updated="output.dense",
         mlp_norm="output.LayerNorm",
+        cross_attention="crossattention",
         projections=LinearProjections(
             "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"
         ),
@@ -50,15 +51,14 @@ def albert_groups(config) -> list[int]:
 
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 TABLE = (
-    bert_like("BERT", "bert", "rank_bert", rank_twin="RankBert", cross_attention="crossattention.self"),
+    bert_like("BERT", "bert", "rank_bert"),
     bert_like(
         "RoBERTa",
-        "roberta",
-        "xlm-roberta",
+        *("roberta", "xlm-roberta", "camembert", "rank_roberta", "rank_xlm_roberta", "rank_camembert"),
         # positions are counted from the one after the padding index
         longest=lambda config: config.max_position_embeddings - config.pad_token_id - 1,
     ),
-    bert_like("ELECTRA", "electra"),
+    bert_like("ELECTRA", "electra", "rank_electra"),
     Family(
         name="ALBERT",
         model_types=("albert", "rank_albert"),
@@ -73,7 +73,6 @@ TABLE = (
         mlp=MLPPaths("ffn", "ffn_output", "activation"),
         identity_trick=True,
         pool=lambda base, states: base.pooler_activation(base.pooler(states[:, 0])),
-        rank_twin="RankAlbert",
     ),
     Family(
         name="XLNet",
@@ -95,7 +94,6 @@ TABLE = (
         default_scale=lambda width: 1 / width**0.5,  # as XLNet computes it, to the last bit
         positions="relative positions",
         show_query_key=show_relative,
-        rank_twin="RankXLNet",
     ),
     Family(
         name="RankEncoder",
@@ -119,7 +117,7 @@ TABLE = (
     ),
     Family(
         name="DistilBERT",
-        model_types=("distilbert",),
+        model_types=("distilbert", "rank_distilbert"),
         layers="transformer.layer",
         attention="attention",
         attended="attention",
@@ -128,6 +126,7 @@ TABLE = (
         mlp_norm="output_layer_norm",
         projections=LinearProjections("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
         mlp=MLPPaths("ffn.lin1", "ffn.lin2", "ffn.activation"),
+        num_heads="n_heads",
     ),
     pre_norm(
         "ViT",
@@ -139,18 +138,46 @@ TABLE = (
         final_norm="layernorm",
         projections=LinearProjections("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
         mlp=MLPPaths("mlp.fc1", "mlp.fc2", "mlp.activation_fn"),
+        stock_width="head_dim",
+    ),
+    Family(
+        name="ViT's relatives",
+        model_types=(
+            *("deit", "dinov2", "dinov2_with_registers", "ijepa"),
+            *("vit_mae", "audio-spectrogram-transformer"),
+        ),
+        projections=LinearProjections("q_proj", "k_proj", "v_proj", "o_proj"),
+        stock_width="head_dim",
+    ),
+    Family(
+        name="BEiT",
+        model_types=("beit",),
+        projections=LinearProjections("q_proj", "k_proj", "v_proj", "o_proj"),
+        stock_width="head_dim",
+        positions="relative positions",
+    ),
+    Family(
+        name="T5",
+        model_types=("t5", "mt5", "umt5"),
+        projections=LinearProjections("q", "k", "v", "o"),
+        num_heads="n_heads",
+        default_scale=lambda width: 1.0,
+        stock_width="d_kv",
+        positions="relative positions",
     ),
     pre_norm(
         "GPT-2",
-        "gpt2",
+        *("gpt2", "rank_gpt2"),
         layers="h",
         attention="attn",
+        cross_attention="crossattention",
         attention_norm="ln_1",
         mlp_norm="ln_2",
         final_norm="ln_f",
         projections=FusedProjections("attn.c_attn", "attn.c_proj"),
         mlp=MLPPaths("mlp.c_fc", "mlp.c_proj", "mlp.act"),
         causal=lambda config: True,
+        num_heads="num_heads",
     ),
     pre_norm(
         "Llama",
@@ -191,7 +218,7 @@ def listed(model: PreTrainedModel, what: str) -> Family:
     """The row of a model in the table; a `ValueError` if `what` needs more than can be read off a structure."""
     family = family_of(model)
     if not family.layers:
-        known = ", ".join(sorted(name for row in TABLE for name in row.model_types))
+        known = ", ".join(sorted(name for row in TABLE if row.layers for name in row.model_types))
         raise ValueError(
             f"{what} need a row in the table of architectures, and {family.name!r} has none; these have one: {known}."
         )

@@ -19,6 +19,19 @@ def submodule(root: nn.Module, path: str) -> Any:
     return module
 
 
+def split_block(*paths: str) -> tuple[str, tuple[str, ...]]:
+    """The path of the module that holds all `paths`, and the paths from there.
+
+    >>> split_block("attention.self.query", "attention.output.dense")
+    ('attention', ('self.query', 'output.dense'))
+    """
+    parts = [path.split(".") for path in paths]
+    shared = 0
+    while len({tuple(part[: shared + 1]) for part in parts}) == 1 < min(len(part) - shared for part in parts):
+        shared += 1
+    return ".".join(parts[0][:shared]), tuple(".".join(part[shared:]) for part in parts)
+
+
 class Values(NamedTuple):
     """How a layer reads and writes: (groups * v, hidden) and (hidden, heads * v) as in `y = x W^T + b`, with biases."""
 
@@ -42,6 +55,9 @@ class LinearProjections:
     # an attribute: a factor on the heads before the output projection
     output_scale: str | None = None
 
+    def block(self) -> tuple[str, tuple[str, ...]]:
+        return split_block(self.query, self.key, self.value, self.output)
+
     def query_key(self, layer: nn.Module, config: Any) -> QueryKey:
         heads = config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or heads
@@ -57,19 +73,30 @@ class LinearProjections:
 
 @dataclass(frozen=True)
 class FusedProjections:
-    """GPT-2: queries, keys and values side by side in one matrix (hidden, 3 hidden)."""
+    """GPT-2: queries, keys and values side by side in one matrix, (hidden, heads * (2 qk_rank + v_head_dim))."""
 
     fused: str
     output: str
 
+    def block(self) -> tuple[str, tuple[str, ...]]:
+        return split_block(self.fused, self.output)
+
+    def widths(self, layer: nn.Module) -> list[int]:
+        """The columns of all queries, keys and values; the output has a row for each column of the values."""
+        values = submodule(layer, self.output).weight.shape[0]
+        query = (submodule(layer, self.fused).weight.shape[1] - values) // 2
+        return [query, query, values]
+
     def query_key(self, layer: nn.Module, config: Any) -> QueryKey:
-        query, key, _ = submodule(layer, self.fused).weight.chunk(3, dim=1)
+        query, key, _ = submodule(layer, self.fused).weight.split(self.widths(layer), dim=1)
         query, key = (x.unflatten(1, (config.num_attention_heads, -1)).transpose(0, 1) for x in (query, key))
         return query, key
 
     def values(self, layer: nn.Module) -> Values:
-        fused, output = submodule(layer, self.fused), submodule(layer, self.output)
-        return Values(fused.weight.chunk(3, dim=1)[2].t(), fused.bias.chunk(3)[2], output.weight.t(), output.bias)
+        fused, output, widths = submodule(layer, self.fused), submodule(layer, self.output), self.widths(layer)
+        return Values(
+            fused.weight.split(widths, dim=1)[2].t(), fused.bias.split(widths)[2], output.weight.t(), output.bias
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,9 @@ class RelativeProjections:
 
     attention: str
     output: None = None
+
+    def block(self) -> tuple[str, tuple[str, ...]]:
+        return self.attention, ()
 
     def query_key(self, layer: nn.Module, config: Any) -> QueryKey:
         attention = submodule(layer, self.attention)
@@ -94,6 +124,9 @@ class LatentProjections:
 
     attention: str
     output: str
+
+    def block(self) -> tuple[str, tuple[str, ...]]:
+        return self.attention, ()
 
     def query_key(self, layer: nn.Module, config: Any) -> QueryKey:
         attention = submodule(layer, self.attention)

@@ -43,7 +43,9 @@ def position_limit(config: Any) -> int | None:
 class Family:
     """One row of the table. `layers` and `final_norm` are paths from the base model, all other paths start at a layer.
 
-    A model type without a row has a `Family` of its name alone, and its parts are found by `structure` and `stream`.
+    A model type without a row has a `Family` of its name alone, and its parts are found by `structure` and `stream`. So are
+    those of a row without `layers`, which says only what conversion needs: its `projections` are paths from the module that
+    has all four.
     """
 
     name: str
@@ -92,9 +94,16 @@ class Family:
     fused: bool = False
     # what the base model computes from its last states (batch, n, d) for heads that read one vector per text
     pool: Callable[[Any, torch.Tensor], torch.Tensor] = lambda base, states: base.pooler(states)
-    # for conversion: the prefix of the classes of the rank twin, and a second attention module of each layer
-    rank_twin: str | None = None
+    # for conversion: the field of a stock config that holds one width for queries, keys and values
+    stock_width: str | None = None
+    # a second attention block of each layer, if the model has it
     cross_attention: str | None = None
+
+    @property
+    def rank_types(self) -> dict[str, str]:
+        """Stock model type -> model type of its rank twin, for those model types of the row that have one."""
+        twins = {name: f"rank_{name.replace('-', '_')}" for name in self.model_types}
+        return {stock: rank for stock, rank in twins.items() if rank in self.model_types}
 
     def own_attention(self, layer: nn.Module) -> nn.Module | None:
         """The attention module of a layer that computes attention in a function of its own, which torch cannot show."""
