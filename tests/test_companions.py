@@ -2,16 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
-from testing_common import BERT
-from transformers import AutoTokenizer
+from testing_common import run_code
+from testing_folders import tiny_checkpoint
 
 from hf_rankattn.convert.checkpoint import convert_checkpoint
 from hf_rankattn.files.companions import companions, copy_companions, pooling_of, repository_of
@@ -34,16 +32,13 @@ LEFT_OUT = """
 pytorch_model.bin tf_model.h5 flax_model.msgpack model.onnx model.Q4.gguf pytorch_model.bin.index.json onnx/model.onnx
 onnx/config.json openvino/openvino_model.xml checkpoint-500/model.safetensors checkpoint-500/vocab.txt
 checkpoint-500/deeper/notes.txt optimizer.pt trainer_state.json training_args.bin eval_results.json modeling_evil.py
-.gitattributes .git/config
+.gitattributes .git/config .eval_results/cais--hle.yaml
 """.split()
 
 
 @pytest.fixture
 def checkpoint(tmp_path, minilm):
-    folder = tmp_path / "source"
-    fields = {"vocab_size": 30522, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
-    BERT.stock("Model")(BERT.stock_config(**fields)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    folder = tiny_checkpoint(tmp_path / "source", minilm)
     for name, text in {**KEPT, **dict.fromkeys(LEFT_OUT, "{}")}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, newline="")
@@ -136,11 +131,8 @@ def test_sentence_transformers_gives_the_same_embeddings_at_the_old_rank(pooling
     package = pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
-    torch.manual_seed(0)
-    fields = {"vocab_size": 30522, "initializer_range": 0.3}
-    BERT.stock("Model")(BERT.stock_config(**fields)).save_pretrained(tmp_path / "bert")
-    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "bert")
-    body = Transformer(str(tmp_path / "bert"))
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "initializer_range": 0.3}
+    body = Transformer(str(tiny_checkpoint(tmp_path / "bert", minilm, **sizes)))
     modules = [body, Pooling(32, pooling), Dense(32, 8, activation_function=torch.nn.Identity()), Normalize()]
     original = package.SentenceTransformer(modules=modules, device="cpu")
     original.save(str(tmp_path / "source"))
@@ -171,17 +163,13 @@ outcome = convert_checkpoint("user/source", {str(tmp_path / "narrow")!r}, qk_ran
 print(outcome.base_model)
 """
     with HubStandIn() as hub:
-        environment = {**os.environ, **hub.env(), "HF_HUB_OFFLINE": "0"}
-        ended = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-        )
+        environment = hub.env()
+        ended = run_code(code, **environment)
         asked = " ".join(path for _, path in hub.requests)
         look = "from hf_rankattn.files.companions import checkpoint_folder; checkpoint_folder('user/source')"
-        environment["HF_HUB_OFFLINE"] = "1"
-        offline = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
+        offline = run_code(look, **environment | {"HF_HUB_OFFLINE": "1"})
         assert asked == " ".join(path for _, path in hub.requests)
-    assert offline.returncode == 0 and "files of user/source that are in the cache are kept" in offline.stderr
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "files of user/source that are in the cache are kept" in offline.stderr
     assert ended.stdout.split()[-1] == "user/source"
     assert set(KEPT) <= names_in(tmp_path / "narrow") and not set(LEFT_OUT) & names_in(tmp_path / "narrow")
     assert "base_model: user/source" in (tmp_path / "narrow" / "README.md").read_text()

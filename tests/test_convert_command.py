@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from hf_rankattn import RankBertModel, convert_rank
 from hf_rankattn.convert import checkpoint as converting
+from hf_rankattn.convert import curve
 from hf_rankattn.files.texts import package_text
 from hf_rankattn.papers.rank_barrier.convert import head_width
 from rankattn_cli import main as cli
@@ -86,6 +87,26 @@ class TestCommand:
         assert len(AutoTokenizer.from_pretrained(out)("a text").input_ids) == 4
         assert AutoModel.from_pretrained(out).config.model_type == "rank_bert"
 
+    def test_ranks_by_damage_and_distillation_on_a_file(self, checkpoint, tmp_path, monkeypatch, capsys):
+        """Judging texts in the file are not trained on: a file of these alone is refused."""
+        few, out = few_texts(tmp_path), tmp_path / "narrow"
+        read = []
+        stream = converting.EndlessBatches
+        monkeypatch.setattr(converting, "EndlessBatches", lambda *args: read.append(args[1]) or stream(*args))
+        judged, other = package_text()[41], package_text()[5]
+        (tmp_path / "many.txt").write_text("\n\n".join([judged, other, f"So it began: {judged}"]))
+        options = ["--calibration", few, "--auto", "--mean-rank", 4, "--ranks", "damage", "--distil-steps", 2]
+        said = told(checkpoint, *options, "--distil-text", tmp_path / "many.txt", "--out", out)
+        assert read == [[other[:2048]]] and "Distilled on 1 texts of many.txt." in said
+        assert sum(converting.own_ranks(AutoConfig.from_pretrained(out))) == 8
+        assert (
+            "2 steps of distillation towards the hidden states of the original, on 1 texts"
+            in (out / "README.md").read_text()
+        )
+        (tmp_path / "judged.txt").write_text(judged)
+        line = refusal(capsys, checkpoint, *options, "--distil-text", tmp_path / "judged.txt", "--out", tmp_path / "x")
+        assert "overlap with the texts that judge" in line
+
     def test_an_existing_folder_is_refused_and_survives_a_crash(self, checkpoint, tmp_path, monkeypatch):
         out = tmp_path / "narrow"
         converting.convert_checkpoint(checkpoint, out, qk_rank=4, calibration="none")
@@ -110,7 +131,7 @@ class TestCommand:
         "arguments, message",
         [
             (["--qk-rank", "4"], "give --out, the folder to write to"),
-            (["--out", "x"], "no rank is given"),
+            (["--out", "x"], "no width is given"),
             (["--qk-rank", "0", "--out", "x"], "equal to 1"),
             (["--qk-rank", "4", "--auto", "--out", "x"], "cannot be combined"),
             (["--qk-rank", "9" * 30, "--out", "x"], "at most 1048576"),
@@ -118,6 +139,12 @@ class TestCommand:
             (["--qk-rank", "4", "--calibration", "absent.txt", "--out", "x"], "cannot be read"),
             (["--qk-rank", "4", "--calibration", "package", "--stream", "--out", "x"], "weights alone"),
             (["--qk-rank", "4", "--calibration", "none", "--distil-steps", "2", "--out", "x"], "need texts"),
+            (["--qk-rank", "4", "--distil-text", "texts.txt", "--out", "x"], "give --distil-steps as well"),
+            (["--qk-rank", "4", "--distil-text", "absent", "--distil-steps", "2", "--out", "x"], "cannot be read"),
+            (["--qk-rank", "4", "--distil-text", "absent", "--stream", "--out", "x"], "weights alone"),
+            (["--qk-rank", "4", "--ranks", "damage", "--out", "x"], "give --auto or --auto-values, and --mean-rank"),
+            (["--auto", "--mean-rank", "4", "--ranks", "damage", "--stream", "--out", "x"], "weights alone"),
+            (["--curve", "--ranks", "damage", "--out", "x.png"], "leave --qk-rank"),
             (["--qk-rank", "4", "--column", "text", "--out", "x"], "give --dataset as well"),
             (["--curve", "--out", "x"], "must end in .png"),
             (["--curve", "--qk-rank", "4", "--out", "x.png"], "leave --qk-rank"),
@@ -129,7 +156,7 @@ class TestCommand:
         assert not (tmp_path / "x").exists()
 
     def test_an_unknown_family_names_the_known_ones(self, tmp_path, capsys):
-        small("distilbert").save_pretrained(tmp_path / "d")
+        small("llama").save_pretrained(tmp_path / "d")
         for name, message in (("d", "rank_albert, xlnet, rank_xlnet"), ("absent", "cannot be read as a checkpoint")):
             line = refusal(capsys, tmp_path / name, "--qk-rank", 4, "--out", tmp_path / "x")
             assert message in line
@@ -175,8 +202,8 @@ class TestCommand:
 
     @pytest.mark.parametrize("more", [["--qk-rank", "4"], ["--qk-rank", "4", "--stream"], ["--curve"]])
     def test_what_cannot_be_written_is_refused_before_the_work(self, more, checkpoint, tmp_path, monkeypatch, capsys):
-        for name in ("load", "convert_shards", "rank_curve"):
-            monkeypatch.setattr(converting, name, lambda *args, **kwargs: pytest.fail("the work has begun"))
+        for module, name in ((converting, "load"), (converting, "convert_shards"), (curve, "rank_curve")):
+            monkeypatch.setattr(module, name, lambda *args, **kwargs: pytest.fail("the work has begun"))
         out = tmp_path / ("x" * 250 + ".png" * (more == ["--curve"]))
         assert "File name too long" in refusal(capsys, checkpoint, *more, "--out", out)
 

@@ -65,7 +65,18 @@ def test_measure_convert_and_demo(family, rank, tmp_path):
     commands = [
         ["measure", "model", "--out", "measured", "--examples", "4", "--length", "32"],
         ["convert", "model", "--qk-rank", "3", "--calibration", "texts.txt", "--out", "narrow"],
-        ["convert", "narrow", "--qk-rank", "2", "--calibration", "texts.txt", "--out", "narrower"],
+        [
+            "convert",
+            "narrow",
+            "--qk-rank",
+            "2",
+            "--v-head-dim",
+            "3",
+            "--calibration",
+            "texts.txt",
+            "--out",
+            "narrower",
+        ],
         ["demo", "--workers", "0", "--checkpoint", "model"],
     ]
     measured, converted, again, demo = run(SEVERAL, json.dumps(commands), folder=tmp_path)
@@ -80,13 +91,18 @@ def test_measure_convert_and_demo(family, rank, tmp_path):
     assert narrow.config.qk_rank == 3 and narrow.config.model_type.startswith("rank_")
     assert {layer["old_rank"] for layer in converted["layers"]} == {NARROW if rank else 8}
     assert {(layer["old_rank"], layer["rank"]) for layer in again["layers"]} == {(3, 2)}
+    assert {(layer["old_v_head_dim"], layer["v_head_dim"]) for layer in again["layers"]} == {(8, 3)}
+    narrower = AutoModel.from_pretrained(tmp_path / "narrower")
+    assert (narrower.config.qk_rank, narrower.config.v_head_dim) == (2, 3)
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, tmp_path / "narrow"))
     assert type(before) is type(after)
     texts = package_text()[:4]
     assert before(texts)["input_ids"] == after(texts)["input_ids"]
-    batch = after(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
-    with torch.no_grad():
-        assert torch.isfinite(narrow(**batch).last_hidden_state).all()
+    # one text: the tokenizer of GPT-2 has no padding token
+    batch = after(texts[:1], truncation=True, max_length=LENGTH, return_tensors="pt")
+    for model in (narrow, narrower):
+        with torch.no_grad():
+            assert torch.isfinite(model(**batch).last_hidden_state).all()
 
     assert len(demo["claims"]) == 6 and demo["checkpoint"]["findings"]
     assert (tmp_path / "demo" / "report.html").stat().st_size

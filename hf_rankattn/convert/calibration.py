@@ -5,12 +5,20 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ..files.running import Inputs, batches_of
+from ..families.architectures import base_of
+from ..files.running import Inputs, batches_of, forward_names
 
 
 def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[dict[str, torch.Tensor]]:
     """Batches for the model below its head; the choices of a multiple-choice batch become separate texts."""
+    accepted = forward_names(base)
     for batch in batches_of(base, calibration):
+        if "decoder_input_ids" in accepted and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & set(
+            batch
+        ):
+            raise ValueError(
+                f"{type(base).__name__} has a decoder, and the calibration batch has no text for it: add `decoder_input_ids`."
+            )
         if strangers := sorted({"mems", "perm_mask", "target_mapping", "past_key_values"} & set(batch)):
             raise ValueError(
                 f"calibrate on plain texts: the batch has {', '.join(strangers)}, which change the keys that a row sees."
@@ -28,7 +36,8 @@ def in_pieces(batch: dict[str, torch.Tensor], rows: int | None) -> Iterator[dict
     >>> [piece["input_ids"].tolist() for piece in in_pieces({"input_ids": torch.arange(3)[:, None]}, rows=2)]
     [[[0], [1]], [[2]]]
     """
-    texts = batch.get("input_ids", batch.get("inputs_embeds"))
+    names = ("input_ids", "inputs_embeds", "pixel_values", "input_values")
+    texts = next((batch[name] for name in names if name in batch), None)
     if texts is None or rows is None:
         yield batch
         return
@@ -39,13 +48,22 @@ def in_pieces(batch: dict[str, torch.Tensor], rows: int | None) -> Iterator[dict
         }
 
 
-def real_keys(batch: Mapping[str, torch.Tensor], cross: bool, shape: tuple[int, ...]) -> torch.Tensor:
-    """The mask (batch, n) of the tokens that are not padding."""
-    mask = batch.get("encoder_attention_mask" if cross else "attention_mask")
-    if mask is None and not cross and "input_mask" in batch:
+def real_tokens(
+    batch: Mapping[str, torch.Tensor], shape: tuple[int, ...], name: str = "attention_mask"
+) -> torch.Tensor:
+    """The mask (batch, n) of the tokens that are not padding; `name` is its entry in the batch."""
+    mask = batch.get(name)
+    if mask is None and name == "attention_mask" and "input_mask" in batch:
         mask = 1 - batch["input_mask"]  # XLNet's own mask has ones for padding
     if mask is None:
         return torch.ones(shape, dtype=torch.bool)
     if tuple(mask.shape) != shape:
         raise ValueError(f"calibration takes masks of shape (batch, n), here {shape}, got {tuple(mask.shape)}.")
     return mask.bool().cpu()
+
+
+def with_decoder_texts(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch, in which the decoder of an encoder-decoder model reads the text of the encoder."""
+    if "decoder_input_ids" not in forward_names(base_of(model)) or "input_ids" not in batch:
+        return batch
+    return {**batch, "decoder_input_ids": batch["input_ids"], "decoder_attention_mask": batch["attention_mask"]}

@@ -15,6 +15,7 @@ from ..families.architectures import base_of
 from ..files.batches import BATCH, Text, UnfitTokenizer, check_tokens, encode
 from ..files.running import batches_of, evaluating
 from ..measure.threads import one_thread
+from .calibration import with_decoder_texts
 
 
 MASKED_SHARE = 0.15
@@ -85,10 +86,14 @@ class Task:
         self.config, self.tokenizer, self.limit, self.pooling = model.config, tokenizer, limit, pooling
         self.labels = labels
         self.batches: list[Any] = []
+        if tokenizer is None:  # images, in batches
+            self.batches = list(texts)
+            return
         for start in range(0, len(texts), BATCH):
             rows = range(start, min(start + BATCH, len(texts)))
             self.batches.append(self.batch([texts[row] for row in rows], list(texts), rows))
         check_tokens(tokenizer, self.batches, model.config)
+        self.batches = [with_decoder_texts(model, batch) for batch in self.batches]
         self.prepare(model)
 
     def batch(self, texts: list[Text], every: list[Text], rows: range) -> Any:
@@ -134,7 +139,7 @@ class Embeddings(Task):
 
     def read(self, output, batch):
         states = output.last_hidden_state.float().cpu()
-        mask = batch["attention_mask"]
+        mask = batch.get("attention_mask", torch.ones(states.shape[:2], dtype=torch.long))
         if self.pooling == "cls":  # padding can be on the left
             return states[torch.arange(len(states)), mask.argmax(1)]
         if self.pooling == "max":
@@ -295,6 +300,27 @@ class NextToken(TokenTask):
         return {**found, **with_original("next_token_accuracy", before == truth, after == truth)}
 
 
+class ReplacedTokens(TokenTask):
+    """ELECTRA: a score for each token, positive where it is judged to be a replacement."""
+
+    def read(self, output, batch):
+        return super().read(output, batch)[batch["real"]]
+
+    def compare(self, before, after):
+        error = logit_error(before[:, None], after[:, None])
+        return {"label_agreement": share((before > 0) == (after > 0)), "logit_error": error}
+
+
+class DecodedToken(TokenTask):
+    """The likeliest next token of a decoder that reads the text of its encoder."""
+
+    def read(self, output, batch):
+        return output.logits.argmax(-1).cpu()[batch["real"]]
+
+    def compare(self, before, after):
+        return {"next_token_agreement": share(before == after)}
+
+
 class Spans(Task):
     """The likeliest answer span. For a text without a question, its first sentence is the question."""
 
@@ -332,13 +358,19 @@ class Spans(Task):
 
 TASKS: dict[str, type[Task]] = {
     "ForSequenceClassification": Classification,
+    "ForImageClassification": Classification,
+    "ForAudioClassification": Classification,
     "ForNextSentencePrediction": NextSentence,
     "ForMultipleChoice": MultipleChoice,
     "ForTokenClassification": TokenClassification,
     "ForMaskedLM": MaskedTokens,
+    "ElectraForPreTraining": ReplacedTokens,
+    "ViTMAEForPreTraining": Embeddings,
     "ForPreTraining": MaskedTokens,
     "XLNetLMHeadModel": MaskedTokens,
     "LMHeadModel": NextToken,
+    "ForCausalLM": NextToken,
+    "ForConditionalGeneration": DecodedToken,
     "ForQuestionAnsweringSimple": Spans,
     "ForQuestionAnswering": Spans,
 }
@@ -392,11 +424,13 @@ def latency(before: PreTrainedModel, after: PreTrainedModel, batch: Any, most: i
                 model(**inputs[model])
                 spent.append(time.perf_counter() - start)
     old, new = (1000 * min(spent) for spent in seconds.values())
-    ids = inputs[before]["input_ids"]
+    given = inputs[before]
+    what = "input_ids" if "input_ids" in given else next(iter(given))
     return {
         "before_ms": round(old, 2),
         "after_ms": round(new, 2),
         "ratio": round(new / old, 3),
-        "batch": " x ".join(str(size) for size in ids.shape) + f" tokens, {before.device.type}, one thread",
+        "batch": f"{' x '.join(map(str, given[what].shape))} {'tokens' if what == 'input_ids' else what}, "
+        f"{before.device.type}, one thread",
         "passes": len(seconds[before]),
     }

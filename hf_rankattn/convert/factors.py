@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import minimize
 
 from ..measure.threads import one_thread
 
@@ -70,3 +72,46 @@ def best_factors(query_root: torch.Tensor, key_root: torch.Tensor, form: torch.T
     if kept < rank:
         query, key = (torch.nn.functional.pad(factor, (0, rank - kept)) for factor in (query, key))
     return Factors(query, key, singular, singular[..., kept:].square().sum(-1))
+
+
+def shared_factors(
+    roots: torch.Tensor, outputs: torch.Tensor, rank: int, rounds: int = 500
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Factors of the values that several heads share: `P` (v, rank), one `R_h` (d, rank) for each head, and the error (heads,).
+
+    Takes roots (heads, v, v) of the moments of the mixed values and the rows (heads, d, v) that write them. It minimises
+    `sum_h ||roots_h^T (W_h^T - P R_h^T)||^2`, that is the squared error of what all heads of the group write. For a
+    given `P` each `R_h` is a least-squares solution; heads mix the shared values in different ways, so `P` has no closed
+    form. It starts from the closed form for the pooled moment and is refined with the gradient (L-BFGS).
+
+    >>> roots, outputs = torch.eye(3).double().expand(2, -1, -1), torch.diag(torch.tensor([3.0, 2.0, 1.0])).double()
+    >>> value, output, lost = shared_factors(roots, outputs.expand(2, -1, -1), rank=2)
+    >>> value.shape, output.shape, lost.round().tolist()
+    (torch.Size([3, 2]), torch.Size([2, 3, 2]), [1.0, 1.0])
+    """
+    heads, _, width = outputs.shape
+    seen = roots.mT @ outputs.mT  # the values that are written, (heads, v, d)
+    pooled, rows = roots.transpose(0, 1).flatten(1), outputs.flatten(0, 1)
+    roots_of_group = root_of_rows(pooled.mT)[None], root_of_rows(rows)[None]
+    start = best_factors(*roots_of_group, torch.eye(width).to(rows)[None], rank).query[0]
+    start = torch.linalg.qr(start).Q
+
+    def solve(value: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.lstsq(roots.mT @ value, seen, driver="gelsd").solution.mT
+
+    def error(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        value = torch.from_numpy(flat).view(width, rank)
+        output = solve(value)
+        change = seen - roots.mT @ value @ output.mT
+        # at the best outputs, the error changes with the values alone
+        slope = -2 * (roots @ change @ output).sum(0)
+        return float(change.square().sum()), slope.flatten().numpy()
+
+    with one_thread(roots):
+        options = {"maxiter": rounds, "ftol": 1e-15, "gtol": 1e-12}
+        found = minimize(error, start.flatten().numpy(), jac=True, method="L-BFGS-B", options=options)
+        value = torch.from_numpy(found.x).view(width, rank)
+        if found.fun > error(start.flatten().numpy())[0]:
+            value = start
+        output = solve(value)
+    return value, output, (seen - roots.mT @ value @ output.mT).square().sum((1, 2))

@@ -1,13 +1,12 @@
 """Second moments of the queries and keys of a head on calibration texts, gathered batch by batch."""
 
-import inspect
-
 import torch
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from .calibration import real_keys
-from .heads import LinearHeads, Sides, in_blocks
+from ..families.slots import Slot
+from .calibration import real_tokens
+from .heads import Sides, in_blocks
 from .own_rows import MaskedRows, Piece, RelativeRows, TextMoments
 from .weighted import attention_weights, packed_size, paired_moment
 
@@ -38,8 +37,34 @@ def even_weights(visible: torch.Tensor) -> torch.Tensor:
     return visible.double() / visible.sum(-1, keepdim=True)
 
 
+class MixedMoments:
+    """The second moment `sum_i z_i z_i^T` (heads, v, v) of the values that attention mixes for each real token."""
+
+    def __init__(self, heads: int, width: int, slot: Slot, device):
+        self.slot = slot
+        self.moment = torch.zeros(heads, width, width, dtype=torch.float64, device=device)
+        self.rows = 0
+
+    def add(self, mixed: torch.Tensor, batch) -> None:
+        """Takes mixed values (batch, n, heads * v)."""
+        rows = real_tokens(batch, tuple(mixed.shape[:2]), self.slot.rows)
+        real = precise(mixed[rows.to(mixed.device)]).unflatten(-1, (len(self.moment), -1)).transpose(0, 1)
+        self.moment += real.mT @ real
+        self.rows += real.shape[1]
+
+    def finish(self) -> "MixedMoments":
+        if not bool(torch.isfinite(self.moment).all()):
+            raise ValueError(
+                f"the values in {self.slot.where} hold NaN or Inf on the calibration batches. Check the weights, or run the "
+                "model in float32 or bfloat16."
+            )
+        if not self.rows:
+            raise ValueError(f"no real token of the calibration reached {self.slot.where}: every mask is zero.")
+        return self
+
+
 class LayerMoments:
-    """The moments of one attention module, over all its applications: call it with the arguments of the module.
+    """The moments of the queries and keys of one attention block, over all its applications.
 
     The keys of each row are centred on the keys that the row sees, since softmax ignores a constant along a row; their
     covariances are summed over rows, and queries over all texts. `query` is `sum_i x_i x_i^T`, (heads, x, x), and `key` is
@@ -47,8 +72,8 @@ class LayerMoments:
     products of queries and keys, weighted by attention.
     """
 
-    def __init__(self, heads, sides: Sides, scale: float, causal: bool, where: str, objective: str | None = None):
-        self.heads, self.scale, self.causal, self.where = heads, scale, causal, where
+    def __init__(self, sides: Sides, scale: float, slot: Slot, objective: str | None = None):
+        self.scale, self.slot, self.where = scale, slot, slot.where
         self.apart = objective is not None
         self.texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.text_rows: list[int] = []
@@ -73,10 +98,10 @@ class LayerMoments:
             )
         return states
 
-    def add_linear(self, states: torch.Tensor, memory: torch.Tensor, batch, cross: bool) -> None:
-        """BERT and ALBERT: the hidden states (batch, n, d) of queries, and those (batch, m, d) of keys."""
-        rows = real_keys(batch, False, tuple(states.shape[:2]))
-        columns = real_keys(batch, cross, tuple(memory.shape[:2]))
+    def add_linear(self, states: torch.Tensor, memory: torch.Tensor, batch) -> None:
+        """Linear layers: the hidden states (batch, n, d) of queries, and those (batch, m, d) of keys."""
+        rows = real_tokens(batch, tuple(states.shape[:2]), self.slot.rows)
+        columns = real_tokens(batch, tuple(memory.shape[:2]), self.slot.keys)
         for example in range(len(states)):
             asking, asked = rows[example].nonzero()[:, 0], columns[example].nonzero()[:, 0]
             if not len(asking) or not len(asked):
@@ -85,7 +110,7 @@ class LayerMoments:
             key = projected(self.check(memory[example, asked.to(memory.device)]), self.sides.key)
             key = key - key.mean(1, keepdim=True)
             visible = torch.ones(len(asking), len(asked), dtype=torch.bool, device=key.device)
-            if self.causal and not cross:
+            if self.slot.causal:
                 visible = (asked <= asking[:, None]).to(key.device)
             self.add_rows(query)
             weights = even_weights(visible).to(key.device)
@@ -93,7 +118,7 @@ class LayerMoments:
             covariances = key.mT @ (weights.sum(0)[:, None] * key) - mean.mT @ mean
             self.key += covariances
             kind = torch.promote_types(states.dtype, torch.float32)
-            if self.apart and self.causal and not cross:
+            if self.apart and self.slot.causal:
                 self.keep(MaskedRows(query.to(kind), key.to(kind), visible))
             elif self.apart:
                 self.keep_moments((query.mT @ query).to(kind), (covariances / len(asking)).to(kind), len(asking))
@@ -106,7 +131,7 @@ class LayerMoments:
     ) -> None:
         """XLNet: hidden states (n, batch, d), position codes (p, batch, d) and segment codes (n, n, batch, 2)."""
         length, count = states.shape[:2]
-        real = real_keys(batch, False, (count, length))
+        real = real_tokens(batch, (count, length))
         width = self.sides.form.shape[1] - 1
         hidden = states.shape[-1]
         content, position, segment = (
@@ -121,7 +146,7 @@ class LayerMoments:
             query = projected(inputs, self.sides.query)
             self.add_rows(query)
             visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool)
-            if self.causal:
+            if self.slot.causal:
                 visible = visible.tril()
             codes = None if segments is None else precise(segments[:, :, example])[tokens][:, tokens]
             # the code of the distance i - j is at n - i + j
@@ -174,20 +199,11 @@ class LayerMoments:
         self.query += query.mT @ query
         self.rows += query.shape[1]
 
-    def __call__(self, module, args, kwargs, batch) -> None:
-        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        if isinstance(self.heads, LinearHeads):
-            memory = given.get("encoder_hidden_states")
-            states = given["hidden_states"]
-            self.add_linear(states, states if memory is None else memory, batch, memory is not None)
-        else:
-            self.add_relative(given["h"], given["r"], given["seg_mat"], batch)
-
     def finish(self) -> "LayerMoments":
         if not self.rows:
             raise ValueError(
                 f"no real token of the calibration reached {self.where}: every mask is zero"
-                + (", or the batches have no `encoder_hidden_states`." if "cross" in self.where else ".")
+                + (", or the batches have no `encoder_hidden_states`." if self.slot.cross else ".")
             )
         if not bool((self.key.diagonal(dim1=-2, dim2=-1).sum() > 0).all()):
             raise ValueError(

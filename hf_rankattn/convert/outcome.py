@@ -25,6 +25,7 @@ class Outcome:
     folder: str
     objective: str = "logits"
     calibrated_on: str | None = None
+    distilled_on: str | None = None
     damage: dict[str, float] = field(default_factory=dict)
     judged_on: str | None = None
     can_weigh: bool = False  # whether the family can be converted with objective="attention"
@@ -50,15 +51,19 @@ class Outcome:
         lines = [f"{describe(name)}: {value:.3f}" for name, value in self.damage.items()]
         lines.append(self.judged_line())
         if self.calibrated_on is None:
-            lines.append("From the weights alone. Calibration on texts, which is the default, loses far less.")
+            lines.append("From the weights alone. Calibration (--calibration) loses far less.")
         else:
             own_texts = " Text of another kind loses more: calibrate on yours with --calibration FILE."
             packaged = own_texts if self.calibrated_on.endswith("of the package") else ""
             lines.append(f"Calibrated on {self.calibrated_on}, objective {self.objective}.{packaged}")
-        # these two options need texts
+        if self.distilled_on is not None:
+            lines.append(f"Distilled on {self.distilled_on}.")
+        # these options need texts
         weighted = " --objective attention," if self.can_weigh and self.objective != "attention" else ""
-        with_texts = f"{weighted} --distil-steps 200," if self.calibrated_on else ""
-        lines.append(f"To lose less: a higher --qk-rank,{with_texts} or more training.")
+        distilled = " --distil-text FILE --distil-steps 600," if self.distilled_on is None else ""
+        of_texts = self.calibrated_on is not None and " texts of " in self.calibrated_on
+        with_texts = f"{weighted}{distilled}" if of_texts else weighted if self.calibrated_on else ""
+        lines.append(f"To lose less: larger widths,{with_texts} or more training.")
         if self.base_model is None:
             lines.append("The card names no base model: give its Hub repository with --base-model.")
         return [*lines, f"Written to {self.folder}.", f"To load it: {self.load}"]
@@ -70,7 +75,7 @@ class Outcome:
             return f"The {missing} not measured: {self.not_judged}."
         line = f"Judged on {self.judged_on}."
         if self.judged_texts_seen:
-            line += f" {self.judged_texts_seen} of these texts were used in calibration, which flatters the result."
+            line += f" {self.judged_texts_seen} of these were used in calibration, which flatters the result."
         own_texts = self.calibrated_on and not self.calibrated_on.endswith("of the package")
         if own_texts and "hf_rankattn" in self.judged_on:
             line += " They may be of another kind than yours: judge on texts of your own with --dataset."
@@ -86,28 +91,44 @@ class Judged:
     source: str
     dataset: str
     split: str
+    media: list[Any] = field(default_factory=list)  # batches of images or sounds instead of texts
+
+
+def changed_widths(layers: Sequence[LayerReport]) -> list[tuple[str, list[str]]]:
+    """The widths before and after, layer by layer, of each kind that changed somewhere."""
+    kinds = {
+        "query-key ranks": [(layer.old_rank, layer.rank) for layer in layers],
+        "value widths": [(layer.old_v_head_dim, layer.v_head_dim) for layer in layers],
+    }
+    changed = {kind: pairs for kind, pairs in kinds.items() if any(old != new for old, new in pairs)} or kinds
+    return [(kind, [f"{old} to {new}" for old, new in pairs]) for kind, pairs in changed.items()]
 
 
 def story(outcome: Outcome, source: str, distil_steps: int, seed: int) -> str:
     """How a model was made and how much smaller it is, for its card."""
-    ranks = ", ".join(f"{layer.old_rank} to {layer.rank}" for layer in outcome.layers)
-    lines = [f"Converted by `rankattn convert` (seed {seed}); query-key ranks, layer by layer: {ranks}."]
+    changes = [f"{kind}, layer by layer: {', '.join(steps)}" for kind, steps in changed_widths(outcome.layers)]
+    lines = [f"Converted by `rankattn convert` (seed {seed}); {'; '.join(changes)}."]
     if outcome.base_model is None:
         lines.append(f"The source was a local folder named `{Path(source).resolve().name}`.")
     if outcome.calibrated_on is None:
-        lines.append("From the weights alone: truncated singular values of each head's query-key form, with biases.")
+        lines.append("From the weights alone: truncated singular values of the forms of each head, with biases.")
     else:
         weighted = outcome.objective == "attention"
         what = "logits, weighted by the attention they meet," if weighted else "row-centred logits"
-        lines.append(
-            f"Fitted by alternating least squares, layer by layer, to the {what} of "
-            f"{outcome.calibrated_on}. The fit can be a local minimum of the error. Text of another kind loses more."
-        )
+        if any(layer.rank < layer.old_rank for layer in outcome.layers):
+            lines.append(
+                f"Queries and keys were fitted by alternating least squares, layer by layer, to the {what} of "
+                f"{outcome.calibrated_on}. The fit can be a local minimum of the error."
+            )
+        if any(layer.v_head_dim < layer.old_v_head_dim for layer in outcome.layers):
+            lines.append(f"Values were fitted in closed form to what the heads write on {outcome.calibrated_on}.")
+        kind = "Text" if " texts of " in outcome.calibrated_on else "Inputs"
+        lines.append(f"{kind} of another kind {'loses' if kind == 'Text' else 'lose'} more.")
     if outcome.judged_texts_seen:
-        lines.append(f"{outcome.judged_texts_seen} of the texts that judge it were used in calibration as well.")
+        lines.append(f"{outcome.judged_texts_seen} of the inputs that judge it were used in calibration as well.")
     if distil_steps:
         lines.append(
-            f"Then {distil_steps} steps of distillation towards the hidden states of the original, on these texts and variations."
+            f"Then {distil_steps} steps of distillation towards the hidden states of the original, on {outcome.distilled_on}."
         )
     table = ["", "| | before | after |", "|---|---|---|"]
     table += [f"| {' | '.join(row)} |" for row in size_rows(outcome)]
@@ -131,8 +152,7 @@ def size_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
 
 
 def results_of(outcome: Outcome, hub_name: str, judged: Judged | None) -> list[EvalResult]:
-    """The rows of the card: the damage, and the share of logit energy kept, its mean over layers."""
-    kept = sum(layer.energy_kept for layer in outcome.layers) / len(outcome.layers)
+    """The rows of the card: the damage, and the shares of energy kept, their means over layers."""
     rows = []
     if judged is not None:
         of: dict[str, Any] = {"task_type": hub_name, "dataset_name": judged.source}
@@ -140,12 +160,24 @@ def results_of(outcome: Outcome, hub_name: str, judged: Judged | None) -> list[E
         for metric, value in outcome.damage.items():
             measured = {**of, "metric_type": metric, "metric_name": describe(metric)}
             rows.append(EvalResult(**measured, metric_value=round(value, 4)))
-    energy = EvalResult(
-        task_type=hub_name,
-        dataset_type="logits",
-        dataset_name="query-key logits, as the conversion met them",
-        metric_type="energy_kept",
-        metric_name="share of logit energy kept, mean over layers",
-        metric_value=round(kept, 4),
-    )
-    return [*rows, energy]
+    kept = {
+        "energy_kept": ("logits", "query-key logits", "logit energy", [at.energy_kept for at in outcome.layers]),
+        "value_energy_kept": (
+            *("values", "mixed values", "the energy of what heads write"),
+            [at.value_energy_kept for at in outcome.layers],
+        ),
+    }
+    if all(at.v_head_dim >= at.old_v_head_dim for at in outcome.layers):
+        del kept["value_energy_kept"]
+    for metric, (data, source, what, shares) in kept.items():
+        rows.append(
+            EvalResult(
+                task_type=hub_name,
+                dataset_type=data,
+                dataset_name=f"{source}, as the conversion met them",
+                metric_type=metric,
+                metric_name=f"share of {what} kept, mean over layers",
+                metric_value=round(sum(shares) / len(shares), 4),
+            )
+        )
+    return rows

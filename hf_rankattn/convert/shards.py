@@ -18,20 +18,13 @@ from ..families.row import Family
 from ..families.slots import entries_of, family_of_type, weight_names
 from ..files.atomic import is_own_file
 from ..files.checkpoints import check_shard_names
-from .conversion import (
-    LayerReport,
-    narrowed_config,
-    ranks_from_spectra,
-    refuse_qk_norm,
-    reports,
-    say_widening,
-    scales_of,
-    spread_ranks,
-)
+from .building import narrowed_config
+from .choosing import by_entry, old_widths, ranks_from_spectra, spread
+from .conversion import LayerReport, refuse_qk_norm, reports, say_widening
 from .factors import best_factors
 from .heads import Tensors, heads_of
-from .part import Part
-from .ranks import check_request
+from .part import Part, Widths
+from .ranks import check_request, ranks_for_energy
 
 
 logger = logging.get_logger(__name__)
@@ -94,7 +87,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 class Checkpoint:
-    """The tensors of a folder, and the names of the queries and keys of each attention module."""
+    """The tensors of a folder, and the names of those of each attention block."""
 
     def __init__(self, folder: Path, family: Family, config):
         self.family, self.config, self.heads = family, config, heads_of(family)
@@ -112,21 +105,22 @@ class Checkpoint:
             len(names) != len(self.heads.names) for names in self.modules.values()
         ):
             raise ValueError(
-                f"{folder} does not hold the queries and keys of all {expected} layers under the names of a "
+                f"{folder} does not hold the attention weights of all {expected} layers under the names of a "
                 f"{family.name} checkpoint: is it one?"
             )
         self.modules = dict(sorted(self.modules.items(), key=lambda item: self.entries[item[0]]))
 
     def part(self, module: str) -> Part:
-        """The queries and keys of a module."""
+        """The heads of a block."""
         entry, num_heads = self.entries[module], self.config.num_attention_heads
-        tensors = {name: self.tensors[self.modules[module][name]].read() for name in self.heads.names}
-        scale = self.family.default_scale(self.heads.rank_of(tensors, num_heads))
+        stored = {name: self.tensors[self.modules[module][name]].read() for name in self.heads.names}
+        part = Part(self.heads, stored, num_heads, 1.0, entry, module)
+        part.scale = self.family.default_scale(part.old.rank)
         if hasattr(self.config, "head_geometry"):
             layer = sum(entries_of(self.config, self.family)[:entry])
             if self.config.per_layer_config[layer].qk_scale is not None:
-                scale = self.config.head_geometry(layer).qk_scale
-        return Part(self.heads, tensors, num_heads, scale, entry, module)
+                part.scale = self.config.head_geometry(layer).qk_scale
+        return part
 
     def layers(self) -> list[list[str]]:
         """The names of all tensors, layer by layer; the first list holds those of no layer."""
@@ -136,13 +130,19 @@ class Checkpoint:
             found.setdefault(int(match[1]) if match else -1, []).append(name)
         return [names for _, names in sorted(found.items())]
 
-    def narrowed(self, names: list[str], ranks: list[int], seed: int) -> tuple[Tensors, dict[str, float]]:
-        """The new tensors of one layer, and the share of energy that each of its attention modules keeps."""
-        tensors, shares = {}, {}
+    def narrowed(
+        self, names: list[str], widths: list[Widths], seed: int
+    ) -> tuple[Tensors, dict[str, tuple[float, float]], dict[str, int]]:
+        """The new tensors of one layer, and the shares of energy and the size of each of its attention blocks."""
+        tensors, shares, sizes = {}, {}, {}
         for module, own in self.modules.items():
             if set(own.values()) <= set(names):
                 part = self.part(module)
-                new, shares[module] = part.narrow(ranks[part.entry], seed)
+                rank, value = widths[part.entry]
+                narrow, logits = part.narrow_logits(rank, seed)
+                narrow, values = part.narrow_values(narrow, value, seed)
+                new = part.stored(narrow)
+                shares[module], sizes[module] = (logits, values), sum(tensor.numel() for tensor in new.values())
                 tensors.update({own[name]: tensor for name, tensor in new.items()})
         for name in names:
             made = name in tensors
@@ -151,7 +151,7 @@ class Checkpoint:
             if not all_finite(tensors[name]):
                 where = "the converted model" if made else self.tensors[name].file
                 raise ValueError(f"{name} of {where} holds NaN or Inf: the model is not converted.")
-        return tensors, shares
+        return tensors, shares, sizes
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -185,7 +185,8 @@ def rank_architectures(config, new) -> list[str] | None:
 def convert_shards(
     source: Path,
     target: Path,
-    qk_rank,
+    qk_rank=None,
+    v_head_dim=None,
     *,
     energy: float | None = None,
     mean_rank: float | None = None,
@@ -205,14 +206,24 @@ def convert_shards(
             f"the config of {source} names {chosen!r} as its weights (`transformers_weights`), and only {SINGLE} or its shards "
             "are streamed: convert without streaming."
         )
-    check_request(qk_rank, energy, mean_rank)
+    check_request(qk_rank, v_head_dim, energy, mean_rank)
+    if not family.rank_types:
+        raise ValueError(
+            f"{family.name} has no rank twin, and only families with one are streamed: convert without streaming."
+        )
+    if v_head_dim == "auto" and mean_rank is not None:
+        raise ValueError(
+            "`mean_rank` for values compares errors on texts, and a streamed conversion runs no model: use `energy`."
+        )
     checkpoint = Checkpoint(source, family, config)
-    ranks, light = planned(checkpoint, qk_rank, energy, mean_rank)
-    say_widening(light, ranks)
+    widths, light = planned(checkpoint, qk_rank, v_head_dim, energy, mean_rank)
+    say_widening(light, widths)
     layers, total, weight_map = checkpoint.layers(), 0, {}
-    shares: dict[str, float] = {}
+    shares: dict[str, tuple[float, float]] = {}
+    sizes: dict[str, int] = {}
     for number, names in enumerate(layers, start=1):
-        tensors, kept = checkpoint.narrowed(names, ranks, seed)
+        tensors, kept, changed = checkpoint.narrowed(names, widths, seed)
+        sizes.update(changed)
         file = f"model-{number:05d}-of-{len(layers):05d}.safetensors"
         save_file(tensors, target / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -223,22 +234,32 @@ def convert_shards(
             progress(len(shares), len(checkpoint.modules))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    new = narrowed_config(config, family, scales_of(light), ranks)
+    new = narrowed_config(config, family, light, widths)
     new.architectures = rank_architectures(config, new)
     new.save_pretrained(target)
-    return new, reports(light, ranks, [shares[module] for module in checkpoint.modules])
+    modules = checkpoint.modules
+    return new, reports(light, widths, [shares[module] for module in modules], [sizes[module] for module in modules])
 
 
-def planned(checkpoint: Checkpoint, qk_rank, energy, mean_rank) -> tuple[list[int], list[Part]]:
-    """The rank of every layer, and all parts without their weights."""
-    light, spectra = [], []
+def planned(checkpoint: Checkpoint, qk_rank, v_head_dim, energy, mean_rank) -> tuple[list[Widths], list[Part]]:
+    """The widths of every layer, and all parts without their weights."""
+    light, logits, values = [], [], []
     for module in checkpoint.modules:
         part = checkpoint.part(module)
         if qk_rank == "auto":
-            spectra.append((part.entry, best_factors(*part.weights_alone(), 1).singular * part.scale))
+            logits.append((part.entry, best_factors(*part.weights_alone(), 1).singular * part.scale))
+        if v_head_dim == "auto":
+            values.append((part.entry, best_factors(*part.values_seen(None), 1).singular))
         part.tensors = {}
         light.append(part)
-    count = len(entries_of(checkpoint.config, checkpoint.family))
+    old = old_widths(light)
+    columns: list[list[int]] = [[width[kind] for width in old] for kind in (0, 1)]
     if qk_rank == "auto":
-        return ranks_from_spectra(spectra, [part.old_rank for part in light], energy, mean_rank), light
-    return spread_ranks(qk_rank, count), light
+        columns[0] = ranks_from_spectra(logits, columns[0], energy, mean_rank)
+    elif qk_rank is not None:
+        columns[0] = spread("qk_rank", qk_rank, len(old))
+    if v_head_dim == "auto":
+        columns[1] = ranks_for_energy(by_entry(values), energy or 0.95)
+    elif v_head_dim is not None:
+        columns[1] = spread("v_head_dim", v_head_dim, len(old))
+    return [Widths(*pair) for pair in zip(*columns, strict=True)], light

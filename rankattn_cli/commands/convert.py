@@ -3,26 +3,42 @@ from typer import Argument, Option
 from ..console import PLAIN_EVERY, Bar, Json, print_json, print_table, say
 
 
-EXAMPLE = "rankattn convert path/to/bert --qk-rank 16 --out narrow-bert"
+EXAMPLE = "rankattn convert path/to/bert --qk-rank 16 --v-head-dim 32 --out narrow-bert"
 
 
 def convert(
-    model: str = Argument(help="A folder or Hub name of a BERT, ALBERT or XLNet checkpoint, stock or rank."),
+    model: str = Argument(
+        help="A folder or Hub name of a checkpoint. A rank model is made of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, "
+        "DistilBERT, ALBERT, XLNet and GPT-2, and a stock model of one width of ViT, DeiT, DINOv2, I-JEPA, BEiT, ViT-MAE, AST, "
+        "T5, mT5 and UMT5."
+    ),
     qk_rank: int | None = Option(None, min=1, help="The new query-key rank of every head."),
-    auto: bool = Option(False, "--auto", help="Choose a rank for each layer, by --energy or --mean-rank."),
-    energy: float | None = Option(None, help="With --auto: share of logit energy to keep (0.95)."),
-    mean_rank: float | None = Option(None, help="With --auto: mean of the ranks."),
+    v_head_dim: int | None = Option(None, min=1, help="The new value width of every head."),
+    auto: bool = Option(False, "--auto", help="Choose a query-key rank for each layer, by --energy or --mean-rank."),
+    auto_values: bool = Option(
+        False, "--auto-values", help="Choose a value width for each layer; with --auto, both kinds share --mean-rank."
+    ),
+    energy: float | None = Option(None, help="With --auto: share of energy to keep (0.95)."),
+    mean_rank: float | None = Option(None, help="With --auto: mean of the widths."),
+    ranks: str = Option(
+        "spectra",
+        help="What spreads --mean-rank over the layers: 'spectra' of the logits, or 'damage', measured on the calibration "
+        "texts with one layer cut at a time (slower).",
+    ),
     calibration: str | None = Option(
         None,
-        help="Texts to calibrate on: a file of paragraphs of your kind of text; 'package' (default) for texts that come "
-        "with the package; 'none' for the weights alone, which loses far more.",
+        help="What to calibrate on: a file of paragraphs of your kind of text, or a folder of images; 'package' (default) for "
+        "texts that come with the package; 'none' for the weights alone, which loses far more.",
     ),
     objective: str = Option(
         None,
-        help="'attention' weights errors by attention and loses less (default for heads of up to 32 dimensions of BERT and "
-        "ALBERT); 'logits' is faster (default elsewhere).",
+        help="'attention' weights errors by attention and loses less (default for heads of up to 32 dimensions, not possible for "
+        "XLNet, T5 and BEiT); 'logits' is faster (default elsewhere).",
     ),
-    distil_steps: int = Option(0, help="Steps of distillation on the calibration texts."),
+    distil_steps: int = Option(0, help="Steps of distillation: training of what was cut, towards the original."),
+    distil_text: str | None = Option(
+        None, help="A file of texts for distillation, 2,000 or more (default: the few texts of the calibration)."
+    ),
     out: str | None = Option(None, help="Where to write: a folder, with --curve a PNG or PDF file."),
     overwrite: bool = Option(False, "--overwrite", help="Replace the output if it exists."),
     stream: bool = Option(False, "--stream", help="Weights only, shard by shard, in bounded memory."),
@@ -39,21 +55,44 @@ def convert(
     seed: int = Option(0, help="Seed of new dimensions and of distillation."),
     as_json: bool = Json,
 ) -> None:
-    """Give a checkpoint another query-key rank. Calibrates on texts, and measures what the change costs."""
-    from hf_rankattn.convert.checkpoint import convert_checkpoint, curve_to_file
+    """Give the heads of a checkpoint other widths. Calibrates on texts or images, and measures what the change costs."""
+    from hf_rankattn.convert.checkpoint import convert_checkpoint
+    from hf_rankattn.convert.curve import curve_to_file
     from hf_rankattn.convert.outcome import size_rows
     from hf_rankattn.report.plots import draw_rank_curve
 
     if auto and qk_rank is not None:
         raise ValueError(f"--auto and --qk-rank {qk_rank} cannot be combined: give one of them.")
-    chosen = (qk_rank, auto, energy, mean_rank, stream, remote_code, base_model, dataset, column, label_column)
-    if curve and any(option not in (None, False) for option in chosen):
+    if auto_values and v_head_dim is not None:
+        raise ValueError(f"--auto-values and --v-head-dim {v_head_dim} cannot be combined: give one of them.")
+    chosen = (
+        qk_rank,
+        v_head_dim,
+        auto,
+        auto_values,
+        energy,
+        mean_rank,
+        stream,
+        remote_code,
+        base_model,
+        dataset,
+        column,
+        label_column,
+    )
+    if curve and (ranks != "spectra" or any(option not in (None, False) for option in chosen)):
         raise ValueError(
-            "--curve tries several ranks on the package's text and writes no model: leave --qk-rank, --auto and its budgets, "
+            "--curve tries several ranks on the package's text and writes no model: leave --qk-rank, --v-head-dim, --auto, its budgets, --ranks, "
             "--stream, --remote-code, --base-model, --dataset and its columns out."
         )
     fitting: dict = {"calibration": calibration, "objective": objective, "distil_steps": distil_steps, "seed": seed}
-    ranks: dict = {"qk_rank": "auto" if auto else qk_rank, "energy": energy, "mean_rank": mean_rank}
+    fitting["distil_text"] = distil_text
+    budget: dict = {
+        "v_head_dim": "auto" if auto_values else v_head_dim,
+        "qk_rank": "auto" if auto else qk_rank,
+        "energy": energy,
+        "mean_rank": mean_rank,
+        "ranks": ranks,
+    }
     data: dict = {"dataset": dataset, "split": split, "examples": examples}
     columns: dict = {"column": column, "label_column": label_column}
     written: dict = {"stream": stream, "base_model": base_model, "remote_code": remote_code}
@@ -68,7 +107,7 @@ def convert(
         if curve:
             rows, file = curve_to_file(model, out, draw_rank_curve, **common)
         else:
-            outcome = convert_checkpoint(model, out, **ranks, **data, **columns, **written, **common)
+            outcome = convert_checkpoint(model, out, **budget, **data, **columns, **written, **common)
     if curve:
         if as_json:
             print_json({"rows": rows, "file": str(file)})
@@ -81,11 +120,16 @@ def convert(
     if as_json:
         print_json(outcome.as_dict())
         return
+    header = ["layer", "rank", "of", "logit energy kept", "parameters saved"]
     layers = [
-        (str(at.layer), str(at.rank), str(at.old_rank), f"{at.energy_kept:.4f}", f"{at.parameters_saved:,}")
+        [str(at.layer), str(at.rank), str(at.old_rank), f"{at.energy_kept:.4f}", f"{at.parameters_saved:,}"]
         for at in outcome.layers
     ]
-    print_table(["layer", "rank", "of", "logit energy kept", "parameters saved"], layers)
+    if any(at.v_head_dim != at.old_v_head_dim for at in outcome.layers):
+        header[4:4] = ["value width", "of", "value energy kept"]
+        for row, at in zip(layers, outcome.layers, strict=True):
+            row[4:4] = [str(at.v_head_dim), str(at.old_v_head_dim), f"{at.value_energy_kept:.4f}"]
+    print_table(header, layers)
     print_table(["", "before", "after"], size_rows(outcome))
     for line in outcome.lines():
         say(line)
