@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from hub_stand_in import HubStandIn
 from safetensors.torch import load_file, save_file
+from testing_common import run_code
 from testing_folders import change_config
 from transformers import BertConfig, BertModel
 
@@ -59,12 +58,6 @@ def test_names_that_no_index_may_hold(shard, tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": shard}}))
     with pytest.raises(ValueError, match=INDEX):
         check_shard_names(tmp_path / INDEX)
-
-
-def test_the_names_of_an_index(tmp_path):
-    names = {"a": "model-00002-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**names, "c": names["a"]}}))
-    assert check_shard_names(tmp_path / INDEX) == sorted(names.values())
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -160,11 +153,8 @@ def test_repositories_on_the_hub(folder, tmp_path):
         }
         for repo_id, files in repositories.items():
             hub.add(repo_id, files)
-        environment = {**os.environ, **hub.env()}
-        assert "DISABLE_SAFETENSORS_CONVERSION" not in environment
-        result = subprocess.run([sys.executable, "-c", LOAD, *repositories], capture_output=True, text=True, env=environment)  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
-        ended = json.loads(result.stdout.splitlines()[-1])
+        assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ | hub.env()
+        ended = json.loads(run_code(LOAD, *repositories, **hub.env()).stdout.splitlines()[-1])
         for loader in LOADERS:
             assert ended[f"user/sound {loader}"] == ended[f"user/sharded {loader}"] == "loaded"
             for repo in ("user/index", "user/sub"):

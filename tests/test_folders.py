@@ -130,13 +130,6 @@ def test_a_rename_that_fails_loses_nothing(failing, tmp_path, monkeypatch):
     assert [path.read_text() for path in tmp_path.rglob("done.txt")] == ["old"]
 
 
-def test_a_failure_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), fresh_folder(tmp_path / "out", **MARK) as staging:
-        (staging / "half").write_text("x")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-
-
 class TestKilledWhileReplacing:
     @pytest.mark.parametrize("renames, found", [(1, "old"), (2, "new")])
     def test_the_old_folder_gets_its_name_back_or_goes(self, renames, found, tmp_path):

@@ -1,7 +1,7 @@
-"""From texts to batches of tokens, from images to batches of pixels, and random batches for any model."""
+"""From texts to batches of tokens, and random batches for any model."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,6 @@ Batch = dict[str, torch.Tensor]
 # a text, a pair of texts, or the words of a text
 Text = str | tuple[str, str] | list[str]
 BATCH = 8
-# suffixes and formats of images; PIL would run a program for others, such as EPS
-IMAGES = {
-    ".png": "PNG",
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".bmp": "BMP",
-    ".webp": "WEBP",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-}
 SOUNDS = ("input_values", "input_features")
 
 
@@ -59,6 +49,24 @@ def padded_batches(tokenizer, texts: Sequence[Text], limit: int, size: int = BAT
     """Batches of `size` texts each, truncated to `limit` tokens."""
     starts = range(0, len(texts), size)
     return [dict(encode(tokenizer, texts[start : start + size], limit, **options)) for start in starts]
+
+
+class EndlessBatches:
+    """Batches of texts without end, tokenised when they are read; `seed` determines the order of each pass over the texts."""
+
+    def __init__(self, tokenizer, texts: Sequence[str], limit: int, seed: int, size: int = BATCH):
+        self.tokenizer, self.texts, self.limit, self.seed, self.size = tokenizer, texts, limit, seed, size
+
+    def order(self) -> Iterator[int]:
+        random = np.random.default_rng(self.seed)
+        while True:
+            yield from random.permutation(len(self.texts)).tolist()
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self.order()
+        while True:
+            texts = [self.texts[place] for place in islice(order, self.size)]
+            yield dict(encode(self.tokenizer, texts, self.limit))
 
 
 def text_batches(
@@ -188,25 +196,3 @@ def sound_size(config, wanted: str, length: int) -> tuple[int, ...]:
     if bins and (factor := getattr(config, "subsampling_factor", None)):
         return length * factor, bins
     return ()
-
-
-def image_batches(processor, folder: str | Path, examples: int, batch_size: int = BATCH) -> list[Batch]:
-    """Batches of the first images in a folder and its subfolders, in the order of their paths."""
-    from PIL import Image
-
-    if examples < 1 or batch_size < 1:
-        raise ValueError(f"`examples` and `batch_size` must be at least 1, got {examples} and {batch_size}.")
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix.lower() in IMAGES)
-    if not files:
-        raise ValueError(f"{folder} has no images: give a folder with files that end in {', '.join(IMAGES)}.")
-    batches = []
-    for start in range(0, min(examples, len(files)), batch_size):
-        images = []
-        for file in files[start : min(start + batch_size, examples)]:
-            try:
-                with Image.open(file, formats=list(dict.fromkeys(IMAGES.values()))) as image:
-                    images.append(image.convert("RGB"))
-            except (OSError, ValueError, Image.DecompressionBombError) as error:
-                raise ValueError(f"{file} cannot be read as an image: {one_line(error)}") from error
-        batches.append({"pixel_values": processor(images=images, return_tensors="pt")["pixel_values"]})
-    return batches

@@ -13,6 +13,7 @@ from huggingface_hub import DatasetCard
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
+    AutoFeatureExtractor,
     AutoImageProcessor,
     AutoModel,
     AutoTokenizer,
@@ -213,14 +214,14 @@ class NoTokenizer(ValueError):
     """A checkpoint has no tokenizer, or one that cannot be read."""
 
 
-def load_image_processor(name: str | Path, revision: str | None = None) -> Any:
-    """The image processor of a checkpoint; raises [`NoTokenizer`]."""
+def load_processor(name: str | Path, sounds: bool = False, revision: str | None = None) -> Any:
+    """The image processor of a checkpoint, or its feature extractor for sounds; raises [`NoTokenizer`]."""
+    loader, what = (AutoFeatureExtractor, "feature extractor") if sounds else (AutoImageProcessor, "image processor")
     try:
-        return AutoImageProcessor.from_pretrained(name, trust_remote_code=False, revision=revision)
+        return loader.from_pretrained(name, trust_remote_code=False, revision=revision)
     except Exception as error:
         raise NoTokenizer(
-            f"no image processor can be read from {name} ({one_line(error)}). Add its preprocessor_config.json to the "
-            "checkpoint."
+            f"no {what} can be read from {name} ({one_line(error)}). Add its preprocessor_config.json to the checkpoint."
         ) from error
 
 
@@ -239,13 +240,9 @@ def load_tokenizer(
             f"no tokenizer can be read from {name} ({one_line(error)}). Add its tokenizer files to the checkpoint."
         ) from error
     names = tokenizer.vocab_files_names.values()
+    files = [Path(name, file) for file in ("tokenizer.json", *names)]
     # transformers makes an empty tokenizer for a folder without tokenizer files
-    if (
-        names
-        and not options
-        and Path(name).is_dir()
-        and not any((Path(name) / file).is_file() for file in ("tokenizer.json", *names))
-    ):
+    if names and not options and Path(name).is_dir() and not any(file.is_file() for file in files):
         raise NoTokenizer(f"{name} has no tokenizer. Add its tokenizer files to the checkpoint.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token

@@ -10,12 +10,13 @@ import numpy as np
 from huggingface_hub import EvalResult
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainingArguments
 
-from .. import models
-from ..files.batches import check_tokens, padded_batches
+from ..families.architectures import TABLE
+from ..files.batches import check_tokens, longest, padded_batches
 from ..files.checkpoints import data_source, load_config, load_model, load_tokenizer
 from ..files.texts import package_text
 from ..files.texts.key_value import VALUES, key_value_rows
 from ..files.texts.word_order import LABELS, word_order_rows
+from ..models.registration import auto_classes, rank_twin
 from ..tasks import TokenAccuracy
 from .arguments import RunArguments, option
 from .processes import process_state
@@ -24,10 +25,10 @@ from .runs import Run, RunCallback, training_arguments
 
 # paragraphs of the package's own text that are trained on; the others are held out
 TRAIN_TEXTS = 60
-FAMILIES = {"bert": "RankBert", "albert": "RankAlbert", "xlnet": "RankXLNet"}
 DROPOUT = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "classifier_dropout_prob"),
-    *("dropout", "summary_last_dropout"),
+    *("dropout", "summary_last_dropout", "summary_first_dropout", "summary_dropout"),
+    *("attention_dropout", "seq_classif_dropout", "qa_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
 )
 
 
@@ -132,15 +133,15 @@ def rows_of_run(rows: datasets.Dataset, arguments: RunArguments) -> datasets.Dat
 
 
 def classifier(name: str, labels: list[str], arguments: TextArguments) -> PreTrainedModel:
-    """A checkpoint of BERT, ALBERT or XLNet, stock or with a rank of its own, as a rank model that classifies texts."""
+    """A checkpoint of a family with rank models, stock or with a rank of its own, as a rank model that classifies texts."""
     config = load_config(name)
-    family = FAMILIES.get(config.model_type.removeprefix("rank_"))
-    if family is None:
-        raise ValueError(f"--model {name} is a {config.model_type}; a BERT, ALBERT or XLNet is needed, stock or rank.")
-    longest = getattr(config, "max_position_embeddings", None) or 0
-    if 0 < longest < arguments.max_length:  # XLNet's is -1, as it has no positions to run out of
-        raise ValueError(f"--max_length {arguments.max_length} exceeds --model {name}, which has {longest} positions.")
-    kind = getattr(models, f"{family}ForSequenceClassification")
+    config_class = rank_twin(type(config)) or type(config)
+    kind = auto_classes(config_class).get("AutoModelForSequenceClassification")
+    if kind is None or not hasattr(config_class, "head_geometry"):
+        known = ", ".join(stock for family in TABLE for stock in family.rank_types)
+        raise ValueError(f"--model {name} is a {config.model_type}; one of these is needed, stock or rank: {known}.")
+    if (limit := longest(config)) and limit < arguments.max_length:
+        raise ValueError(f"--max_length {arguments.max_length} exceeds --model {name}, which has {limit} positions.")
     fields: dict[str, Any] = {key: arguments.dropout for key in DROPOUT if getattr(config, key, None) is not None}
     fields |= {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
     needed = f"{kind.base_model_prefix}."

@@ -45,6 +45,21 @@ def file_text(file: str | Path) -> list[str]:
     return paragraphs(utf8_text(file))
 
 
+def without_overlap(texts: Iterable[str], others: Iterable[str], words: int = 8) -> list[str]:
+    """The texts that share no sequence of `words` words with one of the `others`; a shorter text is one sequence.
+
+    >>> without_overlap(["a b c d", "b c e", "x y"], ["z a b c", "x y"], words=3)
+    ['b c e']
+    """
+
+    def sequences(text: str) -> set[tuple[str, ...]]:
+        split = text.lower().split()
+        return {tuple(split[start : start + words]) for start in range(max(len(split) - words, 0) + 1)}
+
+    found = set().union(*map(sequences, others))
+    return [text for text in texts if found.isdisjoint(sequences(text))]
+
+
 def utf8_text(file: str | Path) -> str:
     try:
         if Path(file).exists() and not Path(file).is_file():  # opening a named pipe would wait for ever
