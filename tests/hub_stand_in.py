@@ -1,6 +1,6 @@
 """A loopback stand-in of the Hugging Face Hub, so that tests can run the real client code without a network.
 
-Not covered: pull requests, Xet storage, multipart LFS, YAML validation, tags, `.gitignore` rules, paging.
+Not covered: pull requests, deletions, parts of files, Xet storage, multipart LFS, YAML validation, tags, `.gitignore` rules, paging.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 
 FILE_ROUTE = re.compile(r"/(?:(dataset|space)s/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
@@ -177,7 +177,7 @@ class HubStandIn:
             method = "get" if request.method == "HEAD" else request.method.lower()
             if match := API_ROUTE.fullmatch(request.path):
                 action = match[3] or "revision"
-                if method != "get" and action != "paths-info":
+                if method != "get":
                     self._authenticate(request)
                 repo = self._visible(request, match[1], match[2])
                 arguments = [repo, unquote(match[4] or "main"), unquote(match[5] or "")]
@@ -218,14 +218,9 @@ class HubStandIn:
         if path not in commit.files:
             raise HubError(404, "Entry not found", "EntryNotFound", commit.sha)
         content = commit.files[path]
-        headers = {"ETag": f'"{blob_oid(content)}"', "X-Repo-Commit": commit.sha, "Accept-Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
-        if asked is None:
-            return Reply(content, 200, headers)
-        start, end = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
-        if start > end:
-            return Reply(b"", 416, headers | {"Content-Range": f"bytes */{len(content)}"})
-        return Reply(content[start : end + 1], 206, headers | {"Content-Range": f"bytes {start}-{end}/{len(content)}"})
+        if "Range" in request.headers:
+            raise HubError(501, "The stand-in sends whole files only")
+        return Reply(content, 200, {"ETag": f'"{blob_oid(content)}"', "X-Repo-Commit": commit.sha})
 
     def _lfs_batch(self, request: Request) -> Reply:
         objects = json.loads(request.body)["objects"]
@@ -273,10 +268,6 @@ class HubStandIn:
         recursive = request.query.get("recursive", "").lower() in ("1", "true")
         return [entry for entry in inside if recursive or "/" not in entry["path"].removeprefix(prefix)]
 
-    def _post_paths_info(self, request: Request, repo: Repo, revision: str, _: str) -> Any:
-        held = entries(repo.at(revision))
-        return [held[path] for path in parse_qs(request.body.decode()).get("paths", []) if path in held]
-
     def _post_branch(self, request: Request, repo: Repo, branch: str, _: str) -> Any:
         if branch in repo.branches:
             raise HubError(409, f"Reference already exists: {branch}")
@@ -309,15 +300,6 @@ class HubStandIn:
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":
                 files[value["path"]] = self._lfs_objects[value["oid"]]
-            elif key in ("deletedFile", "deletedFolder"):
-                path = value["path"].rstrip("/")
-                gone = [path] if path in files else []
-                if key == "deletedFolder":
-                    gone = [held for held in files if held.startswith(f"{path}/")]
-                if not gone:
-                    raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-                for held in gone:
-                    del files[held]
             else:
                 raise HubError(501, f"The stand-in cannot commit a {key!r} entry")
         if not head.sha.startswith(header.get("parentCommit", "")):

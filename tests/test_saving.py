@@ -80,13 +80,6 @@ def test_the_saved_dtype_comes_back(dtype, tmp_path):
     assert AutoModel.from_pretrained(tmp_path, dtype="auto").dtype == dtype
 
 
-def test_resized_embeddings(tmp_path):
-    model = BERT.rank("ForMaskedLM")(BERT.rank_config(**SMALL))
-    model.resize_token_embeddings(60)
-    model.save_pretrained(tmp_path)
-    assert AutoModelForMaskedLM.from_pretrained(tmp_path).get_output_embeddings().weight.shape[0] == 60
-
-
 def test_the_encoder_round_trips(tmp_path):
     points = torch.randn(2, 6, 8)
     fields = {"input_dim": 8, "num_attention_heads": 3, "qk_rank": [2, 4], "v_head_dim": 5, "num_hidden_layers": 2}

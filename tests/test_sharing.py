@@ -1,19 +1,16 @@
 """Sharing: exported folders and the Hub, loaded from clean processes, with cards that say only what was measured."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hub_stand_in import HubStandIn
-from huggingface_hub import EvalResult, ModelCard
-from testing_common import BERT, FAMILIES, FAMILY_IDS, XLNET
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, parse_eval_result_entries
+from testing_common import BERT, FAMILIES, FAMILY_IDS, XLNET, run_code
 
-import hf_rankattn
 from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression, export_model, model_card
 from hf_rankattn.hub.sharing import carried_card
 from hf_rankattn.models.registration import auto_classes
@@ -61,13 +58,9 @@ for name, fields in (("XLNet", {"vocab_size": 9, "d_model": 8, "n_layer": 1, "n_
 TRUST = {"trust_remote_code": True}
 
 
-def run(code: str, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None):
-    """Run code in a clean process."""
-    command = [sys.executable, "-c", code, *arguments]
-    environment = {**os.environ, **(env or {})}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+def answers_of(code: str, *arguments: str, **options) -> Any:
+    """What a clean process prints last, as JSON."""
+    return json.loads(run_code(code, *arguments, **options).stdout.strip().splitlines()[-1])
 
 
 def output_sum(model: torch.nn.Module) -> float:
@@ -108,11 +101,10 @@ def test_shared_source_loads_in_a_clean_process(installed, tmp_path):
     source.write_text(source.read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
     jobs["trap"] = ("trap", "AutoModel", {})
     if not installed:
-        run(REGISTERED, cwd=tmp_path)
+        run_code(REGISTERED, cwd=tmp_path)
         jobs["XLNet"], jobs["Encoder"] = [(f"registered-{name}", "AutoModel", TRUST) for name in ("XLNet", "Encoder")]
     start = "import hf_rankattn\n" if installed else BLOCKER
-    done = run(start + LOAD, json.dumps(jobs), env={"HF_HOME": str(tmp_path / "home")}, cwd=tmp_path)
-    answers = json.loads(done.stdout.strip().splitlines()[-1])
+    answers = answers_of(start + LOAD, json.dumps(jobs), cwd=tmp_path, HF_HOME=str(tmp_path / "home"))
     assert {name: answers[name] for name in expected} == expected
     assert not (tmp_path / "ran").exists() and answers["trap"][0] == ("RankBertModel" if installed else "error")
     if not installed:
@@ -123,20 +115,14 @@ def test_shared_source_loads_in_a_clean_process(installed, tmp_path):
 class TestExport:
     def test_source_is_there_only_with_remote_code(self, family, tmp_path):
         export_model(family.rank("Model")(family.rank_config(**SMALL)), tmp_path / "first", remote_code=True)
+        auto_map = json.loads((tmp_path / "first" / "config.json").read_text())["auto_map"]
+        assert set(auto_map) == {"AutoConfig", *auto_classes(family.rank("Config"))}
         loaded = family.rank("Model").from_pretrained(tmp_path / "first")
         export_model(loaded, tmp_path / "second")
         loaded.save_pretrained(tmp_path / "third")
         for folder in ("second", "third"):
             assert not list((tmp_path / folder).glob("*.py"))
             assert "auto_map" not in json.loads((tmp_path / folder / "config.json").read_text())
-
-    def test_source_names_only_classes_that_exist(self, family, tmp_path):
-        export_model(family.rank("Model")(family.rank_config()), tmp_path / "model", remote_code=True)
-        auto_map = json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"]
-        assert set(auto_map) == {"AutoConfig", *auto_classes(family.rank("Config"))}
-        for target in auto_map.values():
-            module, name = target.split(".")
-            assert (tmp_path / "model" / f"{module}.py").exists() and hasattr(hf_rankattn, name)
 
 
 class TestExportedFolder:
@@ -231,11 +217,50 @@ class TestCard:
                 model_card(config, model_class="RankBertModel", repo_id="me/x", results=results)
 
 
+class TestEvalResults:
+    def test_the_client_of_the_hub_reads_what_is_written(self, tmp_path):
+        source = {"source_url": "https://huggingface.co/me/narrow", "source_name": "Model card"}
+        entries = [
+            EvalResultEntry("TIGER-Lab/MMLU-Pro", "mmlu_pro", 12.5, date="2026-11-18", notes="qk_rank=16", **source),
+            EvalResultEntry("cais/hle", "hle", 2.5, dataset_revision="5503434ddd753f426f4b38109466949a1217c2bb"),
+            EvalResultEntry("TIGER-Lab/MMLU-Pro", "mmlu_pro", np.float64(25), notes="stock"),
+        ]
+        model = BERT.rank("ForMaskedLM")(BERT.rank_config(qk_rank=3))
+        folder = export_model(model, tmp_path / "shared", eval_results=entries)
+        files = sorted((folder / ".eval_results").iterdir())
+        assert [file.name for file in files] == ["TIGER-Lab--MMLU-Pro.yaml", "cais--hle.yaml"]
+        read = [entry for file in files for entry in parse_eval_result_entries(yaml.safe_load(file.read_text()))]
+        assert read == [entries[0], entries[2], entries[1]]
+        assert not (export_model(model, tmp_path / "without") / ".eval_results").exists()
+
+    @pytest.mark.parametrize(
+        "entry, message",
+        [
+            (measured("accuracy", 0.5), "`eval_results` takes huggingface_hub.EvalResultEntry objects"),
+            (
+                EvalResultEntry("held-out texts", "x", 1),
+                "a dataset of the Hub, written owner/name, got 'held-out texts'",
+            ),
+            (EvalResultEntry("sst2", "x", 1), "written owner/name, got 'sst2'"),
+            (EvalResultEntry("../up/x", "x", 1), "written owner/name"),
+            (EvalResultEntry("cais/hle", "", 1), "`task_id` must be a task in the eval.yaml of cais/hle, got ''"),
+            (EvalResultEntry("cais/hle", "hle", float("nan")), "must be a finite number, got nan"),
+            (EvalResultEntry("cais/hle", "hle", "12 %"), "must be a finite number, got '12 %'"),
+            (EvalResultEntry("cais/hle", "hle", 1, date="18.11.2026"), "ISO 8601 date such as '2026-01-31'"),
+        ],
+    )
+    def test_what_the_hub_could_not_read_is_refused(self, entry, message, tmp_path):
+        model = BERT.rank("ForMaskedLM")(BERT.rank_config(qk_rank=3))
+        with pytest.raises(ValueError, match=message):
+            export_model(model, tmp_path / "shared", eval_results=[entry])
+        assert not list(tmp_path.iterdir())
+
+
 # pushes: new, over a card written by hand, with a card, to a branch, with a wrong token
 PUSH = """
 import json, torch
 from hf_rankattn import RankBertConfig, RankBertForMaskedLM, model_card
-from huggingface_hub import HfApi
+from huggingface_hub import EvalResultEntry, HfApi
 from transformers import AutoModelForMaskedLM
 torch.manual_seed(7)
 config = RankBertConfig(vocab_size=47, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, qk_rank=3)
@@ -245,7 +270,8 @@ for again in range(2):
     model.push_to_hub("user/by-hand")
     HfApi().upload_file(path_or_fileobj=b"# By hand", path_in_repo="README.md", repo_id="user/by-hand")
 model.push_to_hub("user/with-card")
-model.push_to_hub("user/with-card", card=model_card(config, model_class="RankBertForMaskedLM", repo_id="x/y"))
+model.push_to_hub("user/with-card", card=model_card(config, model_class="RankBertForMaskedLM", repo_id="x/y"),
+    eval_results=[EvalResultEntry("cais/hle", "hle", 2.5)])
 model.push_to_hub("user/narrow-bert", revision="draft", tags=["draft-tag"])
 try:
     model.push_to_hub("user/narrow-bert", token="hf_wrong")
@@ -281,17 +307,20 @@ class TestHub:
             yield hub
 
     def test_push_and_load_with_and_without_the_package(self, hub):
-        refused, pushed, loaded = json.loads(run(PUSH, env=hub.env()).stdout.strip().splitlines()[-1])
+        refused, pushed, loaded = answers_of(PUSH, **hub.env())
         assert "401" in refused and loaded == pytest.approx(pushed, rel=1e-6)
         files = hub.files("user/narrow-bert")
         assert {"README.md", "config.json", "model.safetensors", "modeling_rank_bert.py"} <= set(files)
         card = ModelCard(files["README.md"].decode())
         assert "qk_rank-3" in card.data.tags and 'from_pretrained("user/narrow-bert"' in card.text
         job = json.dumps({"it": ("user/narrow-bert", "AutoModelForMaskedLM", TRUST)})
-        answer = json.loads(run(BLOCKER + LOAD, job, env=hub.env()).stdout.strip().splitlines()[-1])
-        assert answer["it"] == ["RankBertForMaskedLM", pytest.approx(pushed, rel=1e-6)]
+        assert answers_of(BLOCKER + LOAD, job, **hub.env())["it"] == [
+            "RankBertForMaskedLM",
+            pytest.approx(pushed, rel=1e-6),
+        ]
         assert hub.files("user/by-hand")["README.md"] == b"# By hand"
-        assert b"x/y" in hub.files("user/with-card")["README.md"]
+        with_card = hub.files("user/with-card")
+        assert b"x/y" in with_card["README.md"] and b"id: cais/hle" in with_card[".eval_results/cais--hle.yaml"]
         assert b"draft-tag" in hub.files("user/narrow-bert", revision="draft")["README.md"]
         assert b"draft-tag" not in files["README.md"]
 
@@ -315,7 +344,7 @@ class TestHub:
         card = carried_card(type(model).from_pretrained(linked), linked, "user/linked", False)
         assert "private" not in card.content
         source = {path.name for path in folder.glob("*.py")}
-        result = run(PUSH_LOADED, str(folder), env=hub.env())
+        result = run_code(PUSH_LOADED, str(folder), **hub.env())
         model_files = {"README.md", "config.json", "model.safetensors", ".gitattributes"}
         carried = {*beside, "1_Pooling/config.json", "2_Dense/pytorch_model.bin", *model_files}
         with_source = {f"user/{name}": carried | source for name in ("same", "narrower", "again")}

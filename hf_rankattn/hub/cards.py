@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..models.rank_attention import HeadGeometry
+
 
 TEMPLATES = Path(__file__).parent / "templates"
 PIPELINES = {
@@ -22,6 +24,10 @@ PIPELINES = {
     "ForNextSentencePrediction": "text-classification",
     "ForPreTraining": "fill-mask",
     "LMHeadModel": "text-generation",
+    "ForCausalLM": "text-generation",
+    "ForConditionalGeneration": "text2text-generation",
+    "ForImageClassification": "image-classification",
+    "ForAudioClassification": "audio-classification",
 }
 
 
@@ -51,8 +57,9 @@ def model_card(
     language: str | None = None,
     remote_code: bool = False,
     sentence_transformers: bool = False,
+    stock_heads: HeadGeometry | None = None,
 ) -> ModelCard:
-    """Render the card of a rank model.
+    """Render the card of a rank model, or of a stock model that [`convert_rank`] cut.
 
     Args:
         config: The configuration of the model, which says what its heads are.
@@ -69,6 +76,7 @@ def model_card(
         remote_code (`bool`, *optional*, defaults to `False`): Whether its folder carries the source of its classes.
         sentence_transformers (`bool`, *optional*, defaults to `False`):
             Whether its folder carries the modules of a sentence-transformers model, which loads it then.
+        stock_heads (`HeadGeometry`, *optional*): The heads of a stock model that was cut, whose config does not tell them.
 
     Example:
 
@@ -81,7 +89,8 @@ def model_card(
     ('hf_rankattn', True)
     ```
     """
-    if not hasattr(config, "head_geometry"):
+    stock = stock_heads is not None
+    if not stock and not hasattr(config, "head_geometry"):
         raise ValueError(f"`config` must be the configuration of a rank model, got a {type(config).__name__}.")
     if strangers := [result for result in results if not isinstance(result, EvalResult)]:
         raise ValueError(f"`results` takes huggingface_hub.EvalResult objects, got {strangers[0]!r}.")
@@ -92,11 +101,15 @@ def model_card(
         if isinstance(result.metric_value, float) and not math.isfinite(result.metric_value):
             raise ValueError(f"the {result.metric_type} is {result.metric_value}: cards hold finite numbers only.")
     pipeline = "sentence-similarity" if sentence_transformers else pipeline_of(model_class)
-    rows = head_rows(config)
+    rows = (
+        head_rows(config)
+        if stock_heads is None
+        else [{"first": 0, "last": config.num_hidden_layers - 1, "heads": stock_heads}]
+    )
     ranks = sorted({row["heads"].qk_rank for row in rows})
     data = ModelCardData(
         # "transformers" makes the Hub show a snippet that works only where the repository carries its own code
-        library_name="transformers" if remote_code else "hf_rankattn",
+        library_name="transformers" if remote_code or stock else "hf_rankattn",
         license=license,
         language=language,
         base_model=base_model,
@@ -123,4 +136,5 @@ def model_card(
         trained_on=datasets,
         remote_code=remote_code,
         sentence_transformers=sentence_transformers,
+        stock=stock,
     )

@@ -5,11 +5,12 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub import EvalResultEntry, HfApi, ModelCard, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -21,6 +22,7 @@ from ..models.budget import check_finite_weights
 from ..models.rank_attention import copy_source
 from ..models.registration import auto_classes
 from .cards import model_card
+from .eval_results import write_eval_results
 
 
 logger = logging.get_logger(__name__)
@@ -44,7 +46,8 @@ def card_of(model: PreTrainedModel, repo_id: str, **fields) -> ModelCard:
     # several Auto classes may build one class, such as AutoModelForPreTraining; the shortest name is the usual one
     loaders = [name for name, built in auto_classes(type(model.config)).items() if built is type(model)]
     fields.setdefault("auto_class", min(loaders, key=len, default=None))
-    fields.setdefault("live_parameters", parameter_counts(model).live)
+    rank = hasattr(model.config, "head_geometry")
+    fields.setdefault("live_parameters", parameter_counts(model).live if rank else model.num_parameters())
     return model_card(model.config, model_class=type(model).__name__, repo_id=repo_id, **fields)
 
 
@@ -54,6 +57,7 @@ def export_model(
     *,
     tokenizer=None,
     card: ModelCard | None = None,
+    eval_results: Sequence[EvalResultEntry] = (),
     remote_code: bool = False,
     overwrite: bool = False,
     max_shard_size: int | str = "50GB",
@@ -65,6 +69,8 @@ def export_model(
         folder: Where to write. It must not exist, unless `overwrite` is given; then it is replaced at the end.
         tokenizer (*optional*): Saved beside the model.
         card (`ModelCard`, *optional*): The card. Without it, one is rendered from the model alone.
+        eval_results (`Sequence[huggingface_hub.EvalResultEntry]`, *optional*):
+            Scores on benchmarks that are registered on the Hub, for the folder `.eval_results`.
         remote_code (`bool`, *optional*, defaults to `False`):
             Whether to add the source files of the model, so that transformers can load it with `trust_remote_code=True`
             where this package is not installed.
@@ -88,6 +94,7 @@ def export_model(
         model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+        write_eval_results(staging, eval_results)
         if remote_code:
             add_source(model, staging)
         card = card or card_of(model, Path(folder).resolve().name, remote_code=remote_code)
@@ -201,6 +208,7 @@ def push_to_hub(
     *,
     tokenizer=None,
     card: ModelCard | None = None,
+    eval_results: Sequence[EvalResultEntry] = (),
     remote_code: bool | None = None,
     commit_message: str | None = None,
     commit_description: str | None = None,
@@ -220,6 +228,7 @@ def push_to_hub(
       since it was loaded, the one in its folder; else a new one without measurements.
     - the tokenizer: `tokenizer`; else the tokenizer files in the folder. The pooling and other modules of a
       sentence-transformers folder are uploaded too.
+    - scores on benchmarks of the Hub: `eval_results`. Those that lie in the folder are not uploaded.
     - the source of the model's class, for machines without this package: if `remote_code=True`; else if the folder has it.
 
     The other arguments are those of [`~transformers.PreTrainedModel.push_to_hub`] and of [`export_model`].
@@ -248,6 +257,7 @@ def push_to_hub(
             Path(place) / "model",
             tokenizer=tokenizer,
             card=card,
+            eval_results=eval_results,
             remote_code=remote_code,
             max_shard_size=max_shard_size,
         )
