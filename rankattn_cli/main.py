@@ -87,7 +87,7 @@ def in_options(message: str, names: Collection[str]) -> str:
         if name not in names or not (quote or value):
             return found[0]
         if value == "'auto'" and "auto" in names:
-            return "--auto"
+            return "--auto-values" if name == "v_head_dim" else "--auto"
         shown = "" if value in (None, "True") else f" {value.strip(chr(39))}"
         return f"--{name.replace('_', '-')}{shown}"
 

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from hf_rankattn.families.structure import choosing_tower, towers_of
 from hf_rankattn.measure import spectral_metrics
 from hf_rankattn.probe.ablate import ablate, follow
 from hf_rankattn.probe.batches import first_example, run
-from hf_rankattn.probe.interface import showing_layers
+from hf_rankattn.probe.interface import implementation, showing_layers
 from hf_rankattn.probe.read_weights import query_key, read_layouts, values
 from hf_rankattn.probe.weights import written_factors
 from tests.small_families import small_and_running
@@ -183,7 +183,7 @@ def check_variants(model: PreTrainedModel, batch: dict, found: dict) -> None:
 
 
 def check_attention(model: PreTrainedModel, batch: dict, table: pd.DataFrame, found: dict) -> None:
-    with eager(model), torch.no_grad():
+    with implementation(model, "eager"), torch.no_grad():
         torch.manual_seed(0)
         try:
             output = base_of(model)(**batch, output_attentions=True)
@@ -217,14 +217,6 @@ def check_attention(model: PreTrainedModel, batch: dict, table: pd.DataFrame, fo
             errors.append(error)
     if errors and (len(towers_of(base_of(model))) < 2 or family_of(model).layers):
         raise errors[0]
-
-
-@contextmanager
-def eager(model: PreTrainedModel):
-    from hf_rankattn.probe.interface import implementation
-
-    with implementation(model, "eager"):
-        yield
 
 
 def keep(inputs: dict[int, torch.Tensor], number: int) -> Callable[..., None]:

@@ -103,6 +103,7 @@ class TestAblate:
         with ablate(model, attention_skip=True, layers=[2]):
             cut = model(**batch, output_hidden_states=True).hidden_states
         assert torch.equal(cut[2], whole[2]) and not torch.equal(cut[3], whole[3])
+        assert set(measure_collapse(model, batch, ["san"]).layer) == set(range(5))
 
     @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
     def test_what_is_gone_as_a_whole_is_gone_in_any_order(self, family):

@@ -111,6 +111,7 @@ def test_two_checkpoints_are_one_table_and_one_page(tmp_path, minilm):
         pd.testing.assert_frame_equal(own, alone, check_exact=True)
     page = check_page((tmp_path / "out" / "report.html").read_text())
     answer = {part["facts"]["checkpoint"]: part["findings"][0]["answer"] for part in report["checkpoints"]}
+    assert page.words.index("Side by side") < page.words.index(report["checkpoints"][0]["facts"]["title"])
     assert len(page.all("svg")) == 4 and all(page.words.count(words) >= 2 for words in answer.values())
     assert {"bert", "gpt2"} <= {cell["data-column"] for cell in page.all("td")}
 
@@ -209,7 +210,10 @@ def test_an_audio_encoder_with_random_inputs(tmp_path, capsys):
     code, _, error = run_command(
         capsys, "measure", tmp_path / "whisper", "--tower", "encoder", "--out", tmp_path / "x"
     )
-    assert code == 2 and "reads input_features, not text: give --random-inputs." in error
+    assert (
+        code == 2
+        and "input_features, not text: give --random-inputs, or a folder of sounds (.wav) as --dataset." in error
+    )
 
 
 def test_a_decoder_with_cross_attention_runs_in_the_whole_model(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, T5Config, T5Model
 
 from hf_rankattn import package_text
 from hf_rankattn.report.results import read_survey, survey_section
-from hf_rankattn.report.summary import findings
+from hf_rankattn.report.summary import findings, why_no_cut
 
 
 QUICK = ("--examples", "3", "--length", "24", "--batch-size", "2")
@@ -165,6 +165,13 @@ def test_measurements_that_allow_no_advice(options, told, tmp_path, tokenizer, r
     folder = make("bert", tmp_path / "bert", tokenizer)
     code, output, _ = run(folder, "--out", tmp_path / "out", *QUICK, *options)
     assert code == 0 and "rankattn convert" not in output and told in output
+
+
+def test_advice_for_a_model_of_one_width_names_both_widths():
+    for model_type in ("vit", "t5"):
+        why = why_no_cut({"model_type": model_type, "random_init": False}, [])
+        assert "one width for queries, keys and values" in why and "--qk-rank N --v-head-dim N" in why
+    assert "cannot be converted yet" in why_no_cut({"model_type": "llama", "random_init": False}, [])
 
 
 @pytest.mark.usefixtures("no_figures")

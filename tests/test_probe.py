@@ -259,7 +259,7 @@ class TestNonsense:
             (
                 measure_collapse,
                 (T5Model(SMALL_T5), {}),
-                "T5Model has 2 lists of layers: give one as `tower`, of 'encoder', 'decoder'",
+                "2 lists of layers: give one as `tower`, of 'encoder', 'decoder'",
             ),
         ],
     )
@@ -270,11 +270,7 @@ class TestNonsense:
     @pytest.mark.parametrize(
         "model, options, message",
         [
-            (
-                MambaModel(SMALL_MAMBA),
-                {},
-                "MambaModel has no list of layers in which each layer has one attention module",
-            ),
+            (MambaModel(SMALL_MAMBA), {}, "has no list of layers in which each layer has one attention module"),
             (BERT_MODEL, {"mlp": True, "layers": [3]}, "the model has layers 0 to 2, got"),
             (BERT_MODEL, {"mlp": "identity-trick"}, "True, False or 'identity_trick', got 'identity-trick'"),
             (BERT_MODEL, {"mlp": "identity_trick"}, "mlp='identity_trick' is for ALBERT, got a model of type bert"),

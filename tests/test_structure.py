@@ -1,5 +1,7 @@
 """Models without a row in the table: their layers, skips and maps are read while they run, against layers written by hand."""
 
+from contextlib import contextmanager
+
 import pandas as pd
 import pytest
 import torch
@@ -20,6 +22,7 @@ from hf_rankattn import (
 from hf_rankattn.families.architectures import attending_layers, base_of, layers_of
 from hf_rankattn.families.structure import choosing_tower, towers_of
 from hf_rankattn.measure import spectral_metrics
+from hf_rankattn.probe.batches import take_tower
 from hf_rankattn.probe.interface import implementation
 
 
@@ -217,13 +220,48 @@ def test_weights_against_the_projections(built, model_type):
         assert of_head.value.item() == pytest.approx(expected, rel=1e-4)
 
 
+class Quantised(nn.Linear):
+    """A linear map as quantised models have it: its weight is stored in eight or in twice four bits, with a scale beside it."""
+
+    def __init__(self, linear, bits):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, dtype=linear.weight.dtype)
+        weight, self.bits, self.bias = linear.weight.detach(), bits, linear.bias
+        self.scale = weight.abs().max() / (7 if bits == 4 else 400)
+        stored = (weight / self.scale).to(torch.float8_e4m3fn)
+        if bits == 4:
+            whole = (weight / self.scale).round().to(torch.int16) + 8
+            stored = (whole[:, ::2] * 16 + whole[:, 1::2]).to(torch.uint8)
+        self.weight = nn.Parameter(stored, requires_grad=False)
+
+    def forward(self, states):
+        weight = self.weight
+        if self.bits == 4:
+            weight = torch.stack([weight >> 4, weight & 15], -1).flatten(1).to(states.dtype) - 8
+        return nn.functional.linear(states, weight.to(states.dtype) * self.scale, self.bias)
+
+
+@contextmanager
+def refused(model, message, batch=IDS):
+    """The block raises a `ValueError`, and then the model has its hooks and returns what it returned, to the last bit."""
+
+    def now():
+        with torch.no_grad():
+            return model(**batch, output_hidden_states=True, use_cache=False).hidden_states
+
+    before, hooks = now(), hook_counts(model)
+    with pytest.raises(ValueError, match=message):
+        yield
+    assert hook_counts(model) == hooks and not model.training
+    assert all(map(torch.equal, before, now()))
+
+
 class TestRefusals:
     def test_custom_forward_that_breaks_the_sum(self):
         model = float64("gemma2")
         layer = model.layers[0]
         forward = layer.forward
         layer.forward = lambda *args, **kwargs: torch.sin(forward(*args, **kwargs))
-        with pytest.raises(ValueError, match="is not the sum of its input"):
+        with refused(model, "is not the sum of its input"):
             measure_collapse(model, IDS, ["san"])
         assert isinstance(measure_collapse(model, IDS, ["transformer"]), pd.DataFrame)
 
@@ -231,19 +269,40 @@ class TestRefusals:
         model = float64("gemma2")
         forward = model.layers[0].forward
         model.layers[1].forward = lambda states, **kwargs: forward(model.layers[0](states, **kwargs), **kwargs)
-        with pytest.raises(ValueError, match="layers of|adds no softmax|expected"):
+        with refused(model, "layers of|adds no softmax|expected"):
             measure_collapse(model, IDS)
+        for probe in (measure_attention, measure_logits):
+            with refused(model, "runs another layer inside"):
+                probe(model, IDS)
 
-    def test_packed_weights(self):
-        model = float64("phi")
-        packed = torch.ones(32, 32, dtype=torch.uint8)
-        model.layers[0].self_attn.q_proj.weight = nn.Parameter(packed, requires_grad=False)
-        with pytest.raises(ValueError, match="quantised"):
+    @pytest.mark.parametrize("bits", [8, 4])
+    @pytest.mark.parametrize("model_type", ["phi", "llama"])
+    def test_quantised_weights(self, model_type, bits):
+        model = float64(model_type)
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(module, name, Quantised(child, bits))
+        stored = [weight.clone() for weight in model.parameters()]
+        with refused(model, "are quantised, and packed numbers have no spectrum"):
             measure_weights(model, inputs=IDS)
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(stored, model.parameters(), strict=True)
+        )
+        residuals = measure_collapse(model, IDS)
+        rows = residuals[(residuals.variant == "transformer") & (residuals.metric == "relative_residual")]
+        with torch.no_grad():
+            states = model(**IDS, output_hidden_states=True).hidden_states[1]
+        assert rows[rows.layer == 1].value.tolist() == pytest.approx(relative_residual(states).tolist())
 
-    def test_one_token_and_a_list_without_input(self, built):
-        with pytest.raises(ValueError, match="one token has no others"):
-            measure_collapse(float64("gemma2"), {"input_ids": torch.tensor([[5]])})
+    @pytest.mark.parametrize("probe", [measure_collapse, measure_attention, measure_logits])
+    def test_one_token(self, probe):
+        model = float64("gemma2")
+        with refused(model, "one token has no others"):
+            probe(model, {"input_ids": torch.tensor([[5]])})
+
+    def test_a_list_without_input(self, built):
         model, batch = built("clip")
         with pytest.raises(ValueError, match="give one as `tower`"):
             measure_collapse(model, batch)
@@ -290,6 +349,11 @@ class TestRegressions:
             mode for mode in _get_current_function_mode_stack() if type(mode).__module__.startswith("hf_rankattn")
         ]
         assert measure_collapse(model, batch, ["san+mlp"]).equals(before)
+
+    def test_a_tower_in_stages_runs_in_the_whole_model(self, built):
+        model, _ = built("groupvit")
+        assert take_tower(model, "vision") == (model, "vision")
+        assert type(take_tower(model, "text")[0]).__name__ == "GroupViTTextTransformer"
 
     def test_causal_maps_are_recognised_without_a_word_in_the_config(self):
         table = measure_attention(float64("bloom"), IDS, "full")

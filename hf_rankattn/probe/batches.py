@@ -85,8 +85,8 @@ def take_tower(model: PreTrainedModel, tower: str | None) -> tuple[PreTrainedMod
     if len(towers_of(base)) == 1:
         return model, None
     crossing = crosses(chosen)
-    path = chosen.path.split(".")
-    for depth in range(1, 1 if crossing else len(path)):
+    path = chosen.path.split(".*")[0].split(".")  # behind a star are the lists of several stages
+    for depth in range(1, 1 if crossing else len(path) + 1):
         part = base.get_submodule(".".join(path[:depth]))
         if isinstance(part, PreTrainedModel) and len(towers_of(part)) == 1:
             return part, None

@@ -198,6 +198,10 @@ class LayerWatch:
                 stack.callback(attention.register_forward_hook(self.leave_attention, always_call=True).remove)
 
     def enter(self, module, args, kwargs) -> None:
+        if self.running:
+            raise ValueError(
+                f"layer {self.layer} runs another layer inside: only layers that run one after the other are measured."
+            )
         self.layer, self.running, self.seen = self.layer + 1, True, 0
         self.found: list[torch.Tensor] = []
         states = states_of(args, kwargs)
@@ -215,13 +219,8 @@ class LayerWatch:
 
     def leave_layer(self, attention: nn.Module | None) -> Callable[..., None]:
         def leave(module, args, output) -> None:
-            self.running = False
-            if (
-                attention is not None
-                and self.seen == 0
-                and len(self.found) == 1
-                and _shown.get().implementation == "eager"
-            ):
+            self.running, name = False, _shown.get().implementation
+            if attention is not None and self.seen == 0 and len(self.found) == 1 and name == "eager":
                 maps = self.found[0]
                 if maps.ndim == 3 and len(maps) % self.examples == 0:  # (batch * heads, n, n)
                     maps = maps.unflatten(0, (self.examples, -1))
@@ -229,9 +228,7 @@ class LayerWatch:
                 self.look(self.layer, Attended(attention, None, None, None, 1.0, maps, None, {}))
                 self.seen = 1
             self.found = []
-            if (
-                self.seen == 0 and _shown.get().implementation == "none"
-            ):  # attention that is not computed has other marks
+            if self.seen == 0 and name == "none":  # attention that is not computed has other marks
                 return
             if self.seen != (attention is not None):
                 raise ValueError(

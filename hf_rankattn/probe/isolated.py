@@ -59,11 +59,6 @@ class SubNetworks:
             if (norm := submodule(layer, self.family.attention_norm)) is not None:
                 stack.callback(norm.register_forward_hook(lambda m, args, output: bare_norm(m, args[0])).remove)
 
-    def choose_rows(self, layers: list[nn.Module], stack: ExitStack) -> None:
-        """Send the rows whose path goes around a layer around it."""
-        for layer in dict.fromkeys(layers):
-            stack.callback(layer.register_forward_hook(self.bypass, with_kwargs=True).remove)
-
     def chosen_heads(self, context: torch.Tensor) -> torch.Tensor:
         """Concatenated heads (batch, n, heads * v) with all but the chosen one of each row set to zero."""
         heads = self.heads[self.depth.layer]
@@ -87,6 +82,7 @@ class SubNetworks:
         stack.callback(delattr, attention, "post_attention")
 
     def bypass(self, module, args, kwargs, output):
+        """The rows whose path goes around a layer stay as they were."""
         states = args[0] if args else kwargs["hidden_states"]
         used = (self.chosen[:, self.depth.layer] >= 0).to(states.device)
         used = used[:, None, None] if self.family.batch_first else used[None, :, None]
@@ -105,7 +101,8 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
         # before `ablate`, whose hooks may read the output of a norm, which has to be without gain and bias
         networks = SubNetworks(model, rows, stack)
         stack.enter_context(ablate(model, attention_skip=True, mlp=not mlp))
-        networks.choose_rows(layers_of(model), stack)  # after `ablate`, which looks at what the layers return
+        for layer in dict.fromkeys(layers_of(model)):  # after `ablate`, which looks at what the layers return
+            stack.callback(layer.register_forward_hook(networks.bypass, with_kwargs=True).remove)
         result = base(**repeated, **plain_output(base))
     total = result.last_hidden_state.unflatten(0, (count, size)).sum(0)
     return result, bare_norm(submodule(layers_of(model)[-1], family_of(model).attention_norm), total)

@@ -290,7 +290,6 @@ def each_path(steps: list[FrozenStep], states: torch.Tensor) -> Iterator[PathTer
 
 
 def count_paths(steps: list[FrozenStep]) -> int:
-    """The number of paths that [`each_path`] yields."""
     behind, total = 1, 0
     for step in reversed(steps):
         total += behind if step.source is not None else 0
@@ -303,8 +302,7 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
     """Every path through the heads of a small network, one by one; the sum of their terms is its output.
 
     Args:
-        model: A model of a family in the table of architectures, whole or under [`ablate`].
-        inputs: As in [`measure_collapse`].
+        model, inputs: As in [`path_lengths`], which has an example.
         limit (`int`, *optional*, defaults to 20000): The largest number of paths; there are (H + 1)^L with skips.
 
     `path` has an entry for every layer: a head, counted from 1, or 0 for the skip, or `_` for layers before its `source`:
@@ -313,21 +311,6 @@ def path_terms(model: PreTrainedModel, inputs: Inputs, limit: int = 20_000) -> p
     the maps of its heads), and `reconstruction_error`, in rows without a path.
 
     Returns a long table with the columns `model, source, path, length, example, metric, value`.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers import BertConfig, BertModel
-    >>> from hf_rankattn import ablate, path_terms
-
-    >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
-    >>> batch = {"input_ids": torch.arange(1, 33)[None]}
-    >>> with ablate(model, mlp=True, norm=True):
-    ...     table = path_terms(model, batch)
-    >>> table[table.source == "embeddings"].path.nunique()  # (4 heads or the skip)^2 layers
-    25
-    ```
     """
     limit = whole("limit", limit, 1)
     table = LongTable(model, "source", "path", "length", "example")

@@ -165,11 +165,8 @@ class Reader:
         row = args[0].reshape(-1, args[0].shape[-1])[0]
         if args[0].dtype == torch.float64 and whole(row):
             # a norm without mean returns its gain for a row of ones
-            weight = getattr(module, "weight", None)
-            gain = (
-                None if weight is None else module.forward(torch.ones_like(row, dtype=weight.dtype)[None])[0].detach()
-            )
-            if gain is not None:
+            if (weight := getattr(module, "weight", None)) is not None:
+                gain = module.forward(torch.ones_like(row, dtype=weight.dtype)[None])[0].detach()
                 self.running.gains |= dict(zip(row.long().tolist(), gain.tolist(), strict=True))
         return args[0]
 

@@ -17,17 +17,18 @@ from transformers.utils import logging
 from ..families.architectures import attending_layers, base_of, family_of, is_causal, layers_of
 from ..families.stream import states_of
 from ..families.structure import choosing_tower, tower_of, towers_of
-from ..files.batches import Batch, image_batches, longest, random_batches, text_batches
+from ..files.batches import SOUNDS, Batch, longest, random_batches, text_batches
 from ..files.checkpoints import (
     NoTokenizer,
     gguf_options,
     in_one_dtype,
     load_config,
-    load_image_processor,
     load_model,
+    load_processor,
     load_tokenizer,
     readable,
 )
+from ..files.media import image_batches, sound_batches
 from ..files.running import batches_of, evaluating
 from ..files.texts import read_texts
 from ..measure.rate import precision_floor
@@ -238,13 +239,14 @@ def facts_of(
     names = ("hf_rankattn", "torch", "transformers", "numpy", "pandas")
     shown = "/".join(Path(name).resolve().parts[-2:]) if Path(name).exists() else name
     heads = pd.NA if table is None else table["head"].max()
-    layers, attending = layers_of(model), attending_layers(model)
+    layers = len(layers_of(model))
+    without_attention = sorted(set(range(layers)) - set(attending_layers(model)))
     kind = f", {tower}" if tower else ""
     return {
         "name": shown,
         "title": f"{shown}{kind}{', random weights' if random_init else ''}",
         "model_type": model.config.model_type,
-        "layers": len(layers),
+        "layers": layers,
         "heads": getattr(model.config, "num_attention_heads", 0) if pd.isna(heads) else int(heads) + 1,
         "causal": is_causal(model),
         "random_init": random_init,
@@ -253,11 +255,7 @@ def facts_of(
         "parameters": model.num_parameters(),
         "versions": {**{name: version(name) for name in names}, "python": platform.python_version()},
         **({"tower": tower} if tower else {}),
-        **(
-            {"without_attention": sorted(set(range(len(layers))) - set(attending))}
-            if len(attending) < len(layers)
-            else {}
-        ),
+        **({"without_attention": without_attention} if without_attention else {}),
         **more,
     }
 
@@ -307,15 +305,9 @@ def measure_checkpoint(
         except NoTokenizer as error:
             raise ValueError(f"{error} Or give random_inputs=True.") from error
         batches = text_batches(tokenizer, texts, model.config, length, batch_size)
-    elif reads(model) == "pixel_values" and dataset is not None:
-        try:
-            batches = image_batches(load_image_processor(name, revision), dataset, examples, batch_size)
-        except NoTokenizer as error:
-            raise ValueError(f"{error} Or give random_inputs=True.") from error
-        source = f"images in {Path(dataset).name}"
     else:
-        images = ", or a folder of images as `dataset`" if reads(model) == "pixel_values" else ""
-        raise ValueError(f"{name} reads {reads(model)}, not text: give random_inputs=True{images}.")
+        batches = media_batches(model, name, revision, inside, dataset, (split, column, examples), length, batch_size)
+        source = f"{'sounds' if reads(model) in SOUNDS else 'images'} in {Path(str(dataset)).name}"
     with choosing_tower(inside):
         not_measured = impossible_variants(model, batches[0]) if variants is None else {}
         not_measured |= impossible_questions(model, batches[0], inside)
@@ -339,6 +331,33 @@ def measure_checkpoint(
             seconds=round(time.perf_counter() - start, 1),
         )
     return table, facts
+
+
+def media_batches(
+    model: PreTrainedModel,
+    name: str,
+    revision: str | None,
+    inside: str | None,
+    dataset: str | None,
+    chosen: tuple[str, str | None, int],  # split, column, examples
+    length: int,
+    batch_size: int,
+) -> list[Batch]:
+    """Batches of images or sounds for a model that does not read text."""
+    sounds = reads(model) in SOUNDS
+    if dataset is None or not (sounds or reads(model) == "pixel_values"):
+        what = "sounds (.wav)" if sounds else "images"
+        folder = f", or a folder of {what} as `dataset`" if sounds or reads(model) == "pixel_values" else ""
+        raise ValueError(f"{name} reads {reads(model)}, not text: give random_inputs=True{folder}.")
+    if inside is not None:
+        raise ValueError(f"the {inside} of {name} reads words besides {reads(model)}: give random_inputs=True.")
+    try:
+        processor = load_processor(name, sounds, revision)
+    except NoTokenizer as error:
+        raise ValueError(f"{error} Or give random_inputs=True.") from error
+    if sounds:
+        return sound_batches(processor, model.config, dataset, *chosen, length, batch_size)
+    return image_batches(processor, dataset, *chosen, batch_size)
 
 
 def reads(model: PreTrainedModel) -> str:

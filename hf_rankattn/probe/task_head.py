@@ -56,13 +56,10 @@ class TaskHead:
             if labels is None or labels.is_floating_point() or logits is None:
                 continue
             if logits.shape[:-1] == labels.shape:
-                if next_token(self.model):
+                causal = family_of(self.model).causal(self.model.config)
+                if causal and type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM")):
+                    # the labels are the inputs, and each token predicts the next one
                     logits, labels = logits[:, :-1], labels[:, 1:]
                 counted = labels != -100
                 found["accuracy"].append((logits.argmax(-1) == labels)[counted].double().mean())
         return {name: torch.stack(values) for name, values in found.items() if values}
-
-
-def next_token(model: PreTrainedModel) -> bool:
-    """Whether the labels of a model are its inputs, and each token predicts the next one."""
-    return family_of(model).causal(model.config) and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))

@@ -44,22 +44,22 @@ def present(module: nn.Module) -> Iterator[None]:
 
 
 class PackedWeightsError(ValueError):
-    """The weights are packed integers of a quantised model."""
+    """The weights are those of a quantised model: packed integers, or floats of eight bits with scales beside them."""
 
 
 def check_weights_of(attention: nn.Module, layer: int) -> None:
-    """Refuse weights without a spectrum: adapters beside them, and packed integers."""
+    """Refuse weights without a spectrum: adapters beside them, and quantised numbers."""
     if any(hasattr(part, "base_layer") or hasattr(part, "lora_A") for part in attention.modules()):
         raise ValueError(
             f"layer {layer} has an adapter beside its weights: merge it first (model.merge_and_unload() of PEFT)."
         )
     weights = [part.weight for part in attention.modules() if hasattr(part, "weight")]
-    if any(
-        weight is not None and (not isinstance(weight, torch.Tensor) or not weight.is_floating_point())
-        for weight in weights
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if any(not weight.is_floating_point() or weight.itemsize < 2 for weight in tensors) or any(
+        weight is not None and not isinstance(weight, torch.Tensor) for weight in weights
     ):
         raise PackedWeightsError(
-            f"the weights of layer {layer} are quantised, and packed integers have no spectrum. Measure the model "
+            f"the weights of layer {layer} are quantised, and packed numbers have no spectrum. Measure the model "
             "before it was quantised, or model.dequantize(); residuals and maps can be measured as it is."
         )
 
@@ -87,11 +87,6 @@ def written_factors(value: torch.Tensor, output: torch.Tensor, heads: int) -> tu
     written = output.unflatten(1, (heads, -1)).transpose(0, 1)
     read = value.unflatten(0, (-1, written.shape[-1])).mT
     return read.repeat_interleave(heads // len(read), dim=0), written
-
-
-def example_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Two random inputs, whatever the model reads."""
-    return random_batches(model.config, 1, 2, 1, seed=0)[0]
 
 
 @probing
@@ -137,12 +132,12 @@ def measure_weights(
     """
     table = LongTable(model, "layer", "head", *(["component"] if spectra else []))
     family = family_of(model)
-    if not family.layers:  # packed weights do not run on numbers of rows
-        for layer, module in enumerate(layers_of(model)):
+    layouts = {}
+    if not family.layers:
+        for layer, module in enumerate(layers_of(model)):  # packed weights do not run on numbers of rows
             check_weights_of(attention_of(model, module) or nn.Identity(), layer)
-    layouts = (
-        {} if family.layers else read_layouts(model, next(batches_of(base_of(model), inputs or example_batch(model))))
-    )
+        batch = inputs or random_batches(model.config, 1, 2, 1, seed=0)[0]  # any will do
+        layouts = read_layouts(model, next(batches_of(base_of(model), batch)))
     for layer, module in enumerate(layers_of(model)):
         if (attention := attention_of(model, module)) is None:
             continue
@@ -157,13 +152,9 @@ def measure_weights(
         singular = factor_spectrum(query, key)
         metrics = spectrum_metrics(singular, rtol, energy)
         width = query.shape[-1]
-        metrics["rank_limit"] = torch.full_like(
-            metrics["stable_rank"], rank_limit(model.config, width) if family.layers else min(width, query.shape[1])
-        )
+        limit = rank_limit(model.config, width) if family.layers else min(width, query.shape[1])
+        metrics["rank_limit"] = torch.full_like(metrics["stable_rank"], limit)
         values_metrics = spectrum_metrics(factor_spectrum(*written_factors(value, output, len(query))), rtol, energy)
-        table.add_heads(
-            metrics | {f"value_{name}": value for name, value in values_metrics.items()},
-            layer,
-            singular if spectra else None,
-        )
+        metrics |= {f"value_{name}": value for name, value in values_metrics.items()}
+        table.add_heads(metrics, layer, singular if spectra else None)
     return table.finish()

@@ -90,6 +90,12 @@ def svg_picture(figure: "Figure", alt: str, name: str, caption: str = "") -> Pic
     return Picture(Markup(re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)), caption)
 
 
+def page_templates() -> Environment:
+    """The templates of pages and drawings, which escape every text."""
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    return Environment(loader=loader, undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
 def render_page(
     title: str, lead: str, sections: Sequence[Section], *, footer: Sequence[str] = (), kind: str = "report"
 ) -> str:
@@ -97,9 +103,7 @@ def render_page(
 
     `kind` is what wrote the page; [`check_writable`] reads it before a page is replaced.
     """
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
-    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    template = Environment(loader=loader, undefined=StrictUndefined, **options).get_template("page.html")
+    template = page_templates().get_template("page.html")
     return template.render(title=title, lead=lead, sections=sections, footer=footer, generator=f"{GENERATOR} {kind}")
 
 

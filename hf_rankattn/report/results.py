@@ -181,10 +181,9 @@ def surveys_of(table: pd.DataFrame, facts: dict[str, Any]) -> list[tuple[pd.Data
 
 
 def survey_page(parts: Sequence[tuple[pd.DataFrame, dict[str, Any]]]) -> str:
-    """The page of measurements: for each checkpoint two drawings and three sentences, and then all answers."""
-    sections = [opening_section(table, facts) for table, facts in parts]
-    if len(parts) > 1:
-        sections.append(comparison_section(parts))
+    """The page of measurements: several checkpoints side by side, then two drawings and three sentences of each, then all answers."""
+    sections = [comparison_section(parts)] if len(parts) > 1 else []
+    sections += [opening_section(table, facts) for table, facts in parts]
     sections += [survey_section(table, facts, {}, "All answers") for table, facts in parts]
     lead = "How much rank the attention has and uses, and how apart the tokens stay."
     versions = parts[0][1].get("versions", {})

@@ -52,17 +52,12 @@ CAUSAL_COLLAPSE = (
 ENERGY, SHARE = 0.9, "90 %"  # of `energy_rank` in the tables of `rankattn measure`
 
 
-NOT_MEASURED = {
-    "attention": "How much rank do the attention maps have?",
-    "weights": "How much query-key rank do the weights hold?",
-    "logits": "How much of it do the logits use on these inputs?",
-}
 # questions that name the number of tokens, where checkpoints differ in it
 SHORT = dict.fromkeys(
     ("attention/effective_rank", "attention/participation_ratio"), "How many directions does an attention map use?"
 )
 
-# question of the table -> question to the reader, what to compare the answer with
+
 SPECTRA = {
     "weights": (
         "How much query-key rank do the weights hold?",
@@ -73,6 +68,8 @@ SPECTRA = {
         "a cut calibrated on such inputs has to keep these",
     ),
 }
+NOT_MEASURED = {"attention": "How much rank do the attention maps have?"}
+NOT_MEASURED |= {question: asked for question, (asked, _) in SPECTRA.items()}
 
 
 def number(value: float) -> str:
@@ -176,15 +173,22 @@ def states_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Finding]
     return findings
 
 
+def by_head(table: pd.DataFrame, question: str, metric: str) -> pd.Series:
+    """The mean over the examples of a metric of each head."""
+    rows = table[(table.question == question) & (table.metric == metric)]
+    return rows.groupby(["layer", "head"]).value.mean()
+
+
 def attention_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Finding]:
-    rows = table[table.question == "attention"]
-    if not len(rows):
+    metric, name = "effective_rank", "effective rank"
+    heads = by_head(table, "attention", metric)
+    if not len(heads):
+        metric, name = "participation_ratio", "participation ratio"
+        heads = by_head(table, "attention", metric)
+    if not len(heads):
         return []
     n, causal = float(table[table.metric == "tokens"].value.mean()), facts["causal"]
-    full = (rows.metric == "effective_rank").any()
-    metric, name = ("effective_rank", "effective rank") if full else ("participation_ratio", "participation ratio")
-    heads = rows[rows.metric == metric].groupby(["layer", "head"]).value.mean()
-    coverage = rows[rows.metric == "argmax_coverage"].groupby(["layer", "head"]).value.mean()
+    coverage = by_head(table, "attention", "argmax_coverage")
     ceiling = (n + 1) / 2 if causal else n * (1 - (1 - 1 / n) ** n)
     law = f"rows that pick one token{' of their past' if causal else ''} at random: {ceiling:.0f}"
     free = n * content_free_share(metric, n, causal)
@@ -203,14 +207,12 @@ def attention_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findi
             law,
             {**spread(coverage), "tokens": n, "random_choice": ceiling},
         ),
-        *sink_findings(rows, n, causal),
+        *sink_findings(table, n, causal),
     ]
 
 
-def sink_findings(rows: pd.DataFrame, n: float, causal: bool) -> list[Finding]:
-    sinks, masses = (
-        rows[rows.metric == name].groupby(["layer", "head"]).value.mean() for name in ("sink_rate", "sink_mass")
-    )
+def sink_findings(table: pd.DataFrame, n: float, causal: bool) -> list[Finding]:
+    sinks, masses = (by_head(table, "attention", name) for name in ("sink_rate", "sink_mass"))
     if not len(sinks):
         return []
     even = sum(1 / row for row in range(1, round(n) + 1)) / n if causal else 1 / n
@@ -221,9 +223,8 @@ def sink_findings(rows: pd.DataFrame, n: float, causal: bool) -> list[Finding]:
     )
     asked = f"How many heads rest on the first token, with a mean weight above {SINK}?"
     compare = f"mean weight of a map that looks at no content: {number(even)}"
-    return [
-        Finding("attention/sink_rate", asked, answer, compare, {**values, "threshold": SINK, "content_free": even})
-    ]
+    values |= {"threshold": SINK, "content_free": even}
+    return [Finding("attention/sink_rate", asked, answer, compare, values)]
 
 
 def spread(heads: pd.Series) -> dict[str, float]:
@@ -233,11 +234,10 @@ def spread(heads: pd.Series) -> dict[str, float]:
 def spectra_findings(table: pd.DataFrame, facts: dict[str, Any], given: str) -> list[Finding]:
     findings = []
     for question, (asked, compare) in SPECTRA.items():
-        rows = table[table.question == question]
-        ranks = rows[rows.metric == "energy_rank"].groupby(["layer", "head"]).value.mean()
+        ranks = by_head(table, question, "energy_rank")
         if not len(ranks):
             continue
-        limit = float(rows[rows.metric == "rank_limit"].value.max())
+        limit = float(by_head(table, question, "rank_limit").max())
         answer = (
             f"{ranks.median():.0f} of {limit:.0f} directions hold {SHARE} of the energy (median head; "
             f"{ranks.min():.1f} to {ranks.max():.1f})"
@@ -255,22 +255,27 @@ def spectra_findings(table: pd.DataFrame, facts: dict[str, Any], given: str) -> 
 
 
 def value_findings(table: pd.DataFrame) -> list[Finding]:
-    rows = table[(table.question == "weights") & (table.metric == "value_energy_rank")]
-    ranks = rows.groupby(["layer", "head"]).value.mean()
+    ranks = by_head(table, "weights", "value_energy_rank")
     if not len(ranks):
         return []
     answer = f"{ranks.median():.0f} directions hold {SHARE} of the energy (median head; {ranks.min():.1f} to {ranks.max():.1f})"
     asked, values = (
         "How many directions do the value-output weights of a head write?",
-        {**spread(ranks), "energy": ENERGY},
+        spread(ranks) | {"energy": ENERGY},
     )
     return [Finding("weights/value_energy_rank", asked, answer, "the width of a head's values is the most", values)]
 
 
 def why_no_cut(facts: dict[str, Any], spectra: list[Finding]) -> str:
     """Why these measurements are no basis for `rankattn convert`; empty if they are one."""
-    if not any(facts["model_type"] in family.model_types for family in CONVERTIBLE):
+    family = next((family for family in CONVERTIBLE if facts["model_type"] in family.model_types), None)
+    if family is None:
         return f"models of type {facts['model_type']} cannot be converted yet"
+    if family.stock_width is not None:
+        return (
+            f"a config of type {facts['model_type']} holds one width for queries, keys and values, and these are the spectra "
+            "of queries and keys. Choose one width for both: `rankattn convert ... --qk-rank N --v-head-dim N`"
+        )
     if facts["random_init"]:
         return "the weights are random"
     if facts.get("source") == "random inputs":

@@ -17,12 +17,12 @@ def measure(
     text: Path | None = Option(None, help="UTF-8 text file: blank lines between texts, or one text per line."),
     dataset: str | None = Option(
         None,
-        help="A dataset on the Hub or in a folder, instead of a text file; for models of images, a folder of images.",
+        help="A dataset on the Hub or in a folder, instead of a text file; for images and sounds also a folder of their files.",
     ),
     split: str = Option("test", help="Split of the dataset."),
-    column: str | None = Option(None, help="Column of the texts; needed if several columns are text."),
+    column: str | None = Option(None, help="Column of the texts, images or sounds; needed if several fit."),
     random_inputs: bool = Option(False, "--random-inputs", help="Use random ids, images, sounds or points."),
-    examples: int = Option(32, help="Number of texts."),
+    examples: int = Option(32, help="Number of texts, images or sounds."),
     length: int | None = Option(
         None, help="Tokens per text; longer texts are cut. Default: 128, or fewer if the model has fewer positions."
     ),
@@ -63,14 +63,8 @@ def measure(
 
     read: dict = {"text": text, "dataset": dataset, "split": split, "column": column, "random_inputs": random_inputs}
     sizes: dict = {"examples": examples, "length": length, "batch_size": batch_size}
-    loading: dict = {
-        "random_init": random_init,
-        "dtype": dtype,
-        "seed": seed,
-        "revision": revision,
-        "tower": tower,
-        "gguf": gguf,
-    }
+    loading: dict = {"random_init": random_init, "dtype": dtype, "seed": seed}
+    chosen: dict = {"revision": revision, "tower": tower, "gguf": gguf}
     devices: dict = {"device_map": device_map, "offload_folder": offload_folder}
     wanted = None if variants is None else [name.strip() for name in variants.split(",")]
     measured: dict = {"metrics": metrics, "variants": wanted}
@@ -84,7 +78,7 @@ def measure(
             task = bar.add_task("measuring", total=total)
             return lambda: bar.advance(task)
 
-        settings = {**read, **sizes, **loading, **devices, **measured, "start_progress": start}
+        settings = {**read, **sizes, **loading, **chosen, **devices, **measured, "start_progress": start}
         facts: dict[str, Any] | list[dict[str, Any]]
         if len(model) == 1:
             table, facts = measure_checkpoint(model[0], **settings)
@@ -94,28 +88,24 @@ def measure(
         if not first:
             return
         files = write_survey(table, facts, folder)
-    told = facts if isinstance(facts, dict) else {"checkpoints": facts}
+    told, each = (facts, [facts]) if isinstance(facts, dict) else ({"checkpoints": facts}, facts)
     found = [findings(*part, name) for part, name in zip(surveys_of(table, told), model, strict=True)]
-    as_dicts = [[entry.as_dict() for entry in entries] for entries in found]
-    if isinstance(facts, list):
-        if as_json:
-            parts = [{"facts": own, "findings": entries} for own, entries in zip(facts, as_dicts, strict=True)]
-            print_json({"checkpoints": parts, "files": files})
-            return
-        print_table(["question", *(own["checkpoint"] for own in facts)], comparison(found), show_lines=True)
-        for own in facts:
-            say(run_line(own))
-        say(f"In {out}: {', '.join(files)}")
-        return
     if as_json:
-        print_json({"facts": facts, "findings": as_dicts[0], "files": files})
+        as_dicts = [[entry.as_dict() for entry in entries] for entries in found]
+        parts = [{"facts": own, "findings": entries} for own, entries in zip(each, as_dicts, strict=True)]
+        print_json({**(parts[0] if len(parts) == 1 else {"checkpoints": parts}), "files": files})
         return
-    rows = [(entry.question, entry.answer, entry.compare) for entry in found[0]]
-    print_table(["question", "answer", "to compare"], rows, title=facts["title"], show_lines=True)
-    for entry in found[0]:
-        if entry.next_step:
-            say(entry.next_step)
-    say(f"{run_line(facts)}\nIn {out}: {', '.join(files)}")
+    if len(each) > 1:
+        print_table(["question", *(own["checkpoint"] for own in each)], comparison(found), show_lines=True)
+    else:
+        rows = [(entry.question, entry.answer, entry.compare) for entry in found[0]]
+        print_table(["question", "answer", "to compare"], rows, title=each[0]["title"], show_lines=True)
+        for entry in found[0]:
+            if entry.next_step:
+                say(entry.next_step)
+    for own in each:
+        say(run_line(own))
+    say(f"In {out}: {', '.join(files)}")
 
 
 def run_line(facts: dict[str, Any]) -> str:
