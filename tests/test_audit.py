@@ -25,7 +25,7 @@ def audit_rows() -> list[list[str]]:
 
 def test_every_statement_of_the_papers_has_a_row_with_a_verdict():
     rows = audit_rows()
-    missing = {statement.name for paper in STATEMENTS.values() for statement in paper} - {row[0] for row in rows}
+    missing = {statement for paper in STATEMENTS.values() for statement in paper} - {row[0] for row in rows}
     assert not missing
     assert {row[5] for row in rows} == set(VERDICTS)
 

@@ -143,7 +143,7 @@ class TestFamilies:
     def test_every_family_is_there(self, fresh):
         from hf_rankattn.families.architectures import TABLE
 
-        assert {family.name for family in TABLE} == set(fresh.family)
+        assert {family.name for family in TABLE if family.layers} == set(fresh.family)
         normed = set(fresh[fresh.qk_norm.astype(bool)].model_type)
         assert normed == {"rank_bert", "rank_albert", "rank_xlnet", "rank_encoder"}
 

@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    XLNetConfig,
-    XLNetModel,
-)
+from transformers import AlbertConfig, AlbertModel, AutoTokenizer, BertConfig, BertModel, XLNetConfig, XLNetModel
 
-from hf_rankattn import ablate, measure_attention, measure_collapse, package_text, relative_residual
-from hf_rankattn.families.architectures import layers_of
+from hf_rankattn import ablate, measure_collapse, package_text, relative_residual
 
 
 ALBERT_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 12}
@@ -41,16 +32,6 @@ class TestBaseShapes:
             assert 0.53 < curve[0] < 0.65 and 0.012 < curve[1] < 0.023 and curve[2] < 3e-6
             assert all(1e-7 < value < 4e-7 for value in curve[3:])
         assert all(0.30 < seen[variant][12] < 0.50 for variant in ("san+skip", "transformer"))
-
-    def test_the_embeddings_of_bert(self):
-        """One draw of weights gives from .54 to .61; the published figure, of another draw for each curve, .597 to .612."""
-        seen = []
-        for seed in range(4):
-            torch.manual_seed(seed)
-            model = BertModel(BertConfig(num_hidden_layers=1)).eval()
-            with torch.no_grad():
-                seen.append(relative_residual(model.embeddings(random_ids(examples=8)["input_ids"])).mean())
-        assert 0.55 < torch.stack(seen).mean() < 0.65
 
     def test_bert_in_float64(self):
         curve = curves(BertModel(BertConfig(num_hidden_layers=3)).double(), random_ids(), ["san"])["san"]
@@ -101,22 +82,6 @@ class TestRealWeights:
         for layer, value in enumerate(eager["transformer"]):
             assert half["transformer"][layer] == pytest.approx(value, abs=0.02)
         assert half["san"][6] < 0.01
-
-    def test_the_maps_of_a_padded_batch_are_those_of_its_texts(self, minilm):
-        model, tokenizer = BertModel.from_pretrained(minilm), AutoTokenizer.from_pretrained(minilm)
-        texts = [package_text()[0], "A short one, at last."]
-        together = measure_attention(model, tokenizer(texts, padding=True, return_tensors="pt"), "full")
-        alone = measure_attention(model, tokenizer(texts[1], return_tensors="pt"), "full")
-        merged = together[together.example == 1].merge(alone, on=["layer", "head", "metric"])
-        assert len(merged) == 6 * 12 * 10
-        assert (merged.value_x - merged.value_y).abs().max() < 5e-5
-
-    def test_hooks_fire_once_a_layer_also_where_layers_are_shared(self):
-        sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 5}
-        albert = AlbertModel(AlbertConfig(**sizes, vocab_size=50, embedding_size=8)).eval()
-        assert len(layers_of(albert)) == 5 and len(set(map(id, layers_of(albert)))) == 1
-        table = measure_collapse(albert, {"input_ids": torch.arange(12)[None]}, ["san"])
-        assert set(table.layer) == set(range(6))
 
     def test_xlnet_with_two_streams(self):
         config = XLNetConfig(d_model=32, n_head=4, d_inner=32, n_layer=2, vocab_size=50)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from ...convert import checkpoint as converting
+from ...convert.curve import curve_rows
 from ...models import RankEncoderConfig, RankEncoderForPointRegression, equal_budget_grid
 from ...probe import measure_collapse
 from ...probe.collapse import VARIANTS
@@ -76,23 +77,18 @@ def jobs_of(settings: Settings) -> list[Job]:
     """
     source = trained_model()
     grid = equal_budget_grid(settings.dim**2, settings.dim, ranks=list(settings.ranks))
-    trainings = [Job("separation", {**geometry, "qk_norm": False}, 11.0) for geometry in grid]
-    trainings += [Job("separation", {**grid[0], "qk_norm": True}, 11.0)]
-    return [
-        *([Job("conversion", {"source": source}, 25.0)] if source else []),
-        *trainings[:2],
-        Job("collapse", {"model": "bert"}, 6.5),
-        *trainings[2:],
-        Job("collapse", {"model": "xlnet"}, 7.0),
-        Job("collapse", {"model": "albert"}, 4.5),
-        Job("ceiling", {}, 1.0),
-    ]
+    first, *others = [Job("separation", {**geometry, "qk_norm": False}, 11.0) for geometry in grid]
+    normed = Job("separation", {**grid[0], "qk_norm": True}, 11.0)
+    bert, xlnet, albert = (
+        Job("collapse", {"model": model}, cost) for model, cost in (("bert", 6.5), ("xlnet", 7.0), ("albert", 4.5))
+    )
+    conversion = [Job("conversion", {"source": source}, 25.0)] if source else []
+    return [*conversion, first, *others[:1], bert, *others[1:], normed, xlnet, albert, Job("ceiling", {}, 1.0)]
 
 
 def run_job(job: Job, settings: Settings, advance: Advance) -> list[Row]:
     """The rows of a job; `advance` is called with the share of the job that was done since its last call."""
-    rows = PARTS[job.part](settings, job.what, advance)
-    return [{"part": job.part, **row} for row in rows]
+    return [{"part": job.part, **row} for row in PARTS[job.part](settings, job.what, advance)]
 
 
 def farthest_points(generator: torch.Generator, batch: int, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,16 +131,13 @@ def separation(settings: Settings, what: Mapping[str, Any], advance: Advance) ->
 
 def collapse(settings: Settings, what: Mapping[str, Any], advance: Advance) -> list[Row]:
     """Relative residual by layer of a model with fresh weights, in float64, with and without skips and MLPs."""
-    model = fresh_model(what["model"], settings.shape, settings.seed, "float64")
+    family, rows = what["model"], []
+    model = fresh_model(family, settings.shape, settings.seed, "float64")
     batches = inputs_of(model.config, "ids", settings.examples, settings.length, settings.seed)
-    rows = []
     for variant in VARIANTS:
         table = measure_collapse(model, batches, [variant])
         means = table[table.metric == "relative_residual"].groupby("layer").value.mean()
-        rows += [
-            {"model": what["model"], "variant": variant, "layer": layer, "residual": value}
-            for layer, value in means.items()
-        ]
+        rows += [{"model": family, "variant": variant, "layer": layer, "residual": x} for layer, x in means.items()]
         advance(1 / len(VARIANTS))
     return rows
 
@@ -176,7 +169,7 @@ def conversion(settings: Settings, what: Mapping[str, Any], advance: Advance) ->
     advance(0.2)
     ways: dict[str, dict[str, Any]] = {"weights only": {}, "calibrated": {"calibration": calibration}}
     ranks = sorted({max(1, width // 4), max(1, width // 2)})
-    curve = converting.curve_rows(model, judge, ranks, ways, settings.seed, lambda done, total: advance(0.7 / total))
+    curve = curve_rows(model, judge, ranks, ways, settings.seed, lambda done, total: advance(0.7 / total))
     common = {"model": TRAINED_MODEL, "width": width}
     rows = [{**common, "what": "cut", **row} for row in curve]
     rows += [{**common, **row} for row in energy_rows(source, width)]

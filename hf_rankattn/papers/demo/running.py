@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from concurrent.futures import FIRST_COMPLETED, wait
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from ..sweep.engines import cores, deaf_to_interrupts, leave_with_parent, one_thread_each
+from ..sweep.engines import cores, deaf_to_interrupts, leave_with_parent, worker_pool
 from .measuring import Job, Row, Settings, run_job
 
 
@@ -31,35 +30,20 @@ def run_jobs(jobs: Sequence[Job], settings: Settings, workers: int, progress: Pr
     """The rows of all jobs, in the order of the jobs. With no workers the jobs run in this process."""
     if workers == 0:
         return run_here(jobs, settings, progress)
-    context = get_context("spawn")  # a forked process would share the threads of torch, and hang
-    queue, count = context.SimpleQueue(), min(workers, len(jobs))
-    others = set(active_children())
-    with (
-        one_thread_each(),
-        ProcessPoolExecutor(count, mp_context=context, initializer=enter_worker, initargs=(queue,)) as pool,
-    ):
+    queue = get_context("spawn").SimpleQueue()
+    slower = "Run the demo with --workers 0, which needs the least memory and takes twice as long."
+    with worker_pool(min(workers, len(jobs)), slower, enter_worker, queue) as pool:
         with deaf_to_interrupts():
             futures = {pool.submit(run_in_worker, place, job, settings): job for place, job in enumerate(jobs)}
         running = set(futures)
-        try:
-            while running:
-                done, running = wait(running, timeout=TOLD_EVERY, return_when=FIRST_COMPLETED)
-                while not queue.empty():
-                    place, seconds = queue.get()
-                    progress(jobs[place], seconds, False)
-                for future in done:
-                    future.result()
-                    progress(futures[future], 0.0, True)
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - others:
-                worker.terminate()
-            if isinstance(error, BrokenProcessPool):
-                raise ValueError(
-                    "a process of the demo was killed, by hand or for lack of memory: run it with --workers 0, which needs "
-                    "the least memory and takes twice as long."
-                ) from error
-            raise
+        while running:
+            done, running = wait(running, timeout=TOLD_EVERY, return_when=FIRST_COMPLETED)
+            while not queue.empty():
+                place, seconds = queue.get()
+                progress(jobs[place], seconds, False)
+            for future in done:
+                future.result()
+                progress(futures[future], 0.0, True)
     return [row for future in futures for row in future.result()]
 
 

@@ -41,6 +41,12 @@ CUBIC, LINEAR = (2.0, 3.5), (0.8, 1.2)  # fitted exponents of collapse: 3 and 1 
 RESIDUAL_LEFT = 0.1  # in whole models after the last layer; 0.26 is the least that was published
 CEILING_REACHED, CEILING_PASSED = 0.05, 0.03  # share of n, below a ceiling at the widest head and above it at any
 COSINE, COSINE_GAIN = 0.95, 0.1  # of a calibrated cut to half rank, and its lead over a cut of the weights
+COMMANDS = (
+    "rankattn demo --checkpoint path/to/model   # your own model on this page",
+    "rankattn measure path/to/model --out measured",
+    "rankattn convert path/to/model --qk-rank 16 --calibration package --out narrow",
+    "rankattn reproduce rank-separation --out runs && rankattn report runs --out runs.html",
+)
 NOT_RUN = f"not run: {TRAINED_MODEL} is not installed. Install it with pip install {WHEEL} and run the demo again"
 
 
@@ -227,11 +233,10 @@ def demo_page(demo: Demo) -> str:
     figures, claims, settings = demo_figures(demo.table), demo.claims, demo.settings
     said = [f"{claim.claim} Here: {claim.measured}. Published: {claim.published}." for claim in claims]
     alts = {
+        name: f"Relative residual by layer of {NAMES[name]} in four variants. {said[2]} {said[3]}" for name in NAMES
+    }
+    alts |= {
         "separation": f"Error against rank of a head. {said[0]} {said[1]}",
-        **{
-            name: f"Relative residual by layer of {NAMES[name]} in four variants. {said[2]} {said[3]}"
-            for name in NAMES
-        },
         "ceiling": f"Rank of a map against the width of its head. {said[4]}",
         "conversion": f"Quality against rank after a cut. {said[5]}",
     }
@@ -259,40 +264,28 @@ def demo_page(demo: Demo) -> str:
         if "conversion" in drawn
         else f"This part was {NOT_RUN}."
     )
+    need_title = "Need: many heads of low rank do not replace one of full rank"
+    loss_title = "Loss: depth makes tokens equal, and skips stop it"
+    cuts = [drawn[name] for name in drawn if name == "conversion"]
     sections = [
         Section("Six claims", tables=[claims_grid([claim.as_dict() for claim in claims])]),
-        Section(
-            "Need: many heads of low rank do not replace one of full rank", [need], pictures=[drawn["separation"]]
-        ),
-        Section("Loss: depth makes tokens equal, and skips stop it", [loss], pictures=[drawn[name] for name in NAMES]),
+        Section(need_title, [need], pictures=[drawn["separation"]]),
+        Section(loss_title, [loss], pictures=[drawn[name] for name in NAMES]),
         Section("Ceiling: how much rank a map of random scores has", [ceiling], pictures=[drawn["ceiling"]]),
-        Section(
-            "Cut: a lower rank for a trained model",
-            [cut],
-            pictures=[drawn[name] for name in drawn if name == "conversion"],
-        ),
+        Section("Cut: a lower rank for a trained model", [cut], pictures=cuts),
     ]
     if demo.checkpoint is not None:
         sections.insert(1, demo.checkpoint.section())
-    sections.append(
-        Section(
-            "What next",
-            ["The experiments of the papers have a command each, which writes a table, figures and claims."],
-            commands=[
-                "rankattn demo --checkpoint path/to/model   # your own model on this page",
-                "rankattn measure path/to/model --out measured",
-                "rankattn convert path/to/model --qk-rank 16 --calibration package --out narrow",
-                "rankattn reproduce rank-separation --out runs && rankattn report runs --out runs.html",
-            ],
-        )
-    )
+    next_steps = "The experiments of the papers have a command each, which writes a table, figures and claims."
+    sections.append(Section("What next", [next_steps], commands=COMMANDS))
     versions = ", ".join(f"{name} {value}" for name, value in running_versions().items())
     lead = (
         f"Measured on this machine in {demo.seconds:.0f} seconds, without a network, from seed {settings.seed}. Papers' numbers "
         "stand beside ours."
     )
     legend = "Filled markers: measured here. Hollow markers and grey: published."
-    footer = [f"Written by rankattn demo. {versions}.", legend]
-    return render_page(
-        "How much rank does attention need, have, and lose?", lead, sections, footer=footer, kind="demo"
+    footer, title = (
+        [f"Written by rankattn demo. {versions}.", legend],
+        "How much rank does attention need, have, and lose?",
     )
+    return render_page(title, lead, sections, footer=footer, kind="demo")

@@ -6,11 +6,6 @@ from ..sweep.judging import Claim
 SOURCE = "A Rank Perspective"
 
 
-def ours(claim: str, measured: str, holds: object, why: str) -> Claim:
-    """A claim of this package, for which no paper has a number."""
-    return Claim(claim, "ours", "", measured, bool(holds), why)
-
-
 def published(claim: str, where: str, number: str, measured: str, holds: object, why: str) -> Claim:
     """A claim of the paper: where in the paper it is, and the number there as text, empty if there is none."""
-    return Claim(claim, f"{SOURCE}, {where}", number, measured, bool(holds), why)
+    return Claim(claim, f"{SOURCE}, {where}", number, measured, holds, why)

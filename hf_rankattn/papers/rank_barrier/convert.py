@@ -1,29 +1,28 @@
 """Quality of a checkpoint against the query-key rank it is cut to: weights only, calibrated, calibrated and distilled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoConfig, BertConfig, BertModel, PreTrainedTokenizerFast
 
-from ...convert.checkpoint import own_ranks, rank_curve, token_limit
+from ...convert.checkpoint import own_ranks, token_limit
+from ...convert.curve import rank_curve
 from ...files.checkpoints import readable
 from ...files.texts import package_text
 from ...probe import measure_logits, measure_weights
 from ...probe.survey import load_checkpoint, load_tokenizer, read_texts, text_batches
 from ...report.plots import literal, new_figure
+from ..drawing import DASHED
 from ..sweep.grid import Cell
-from ..sweep.judging import Claim, every, judge
-from . import ours
-from ._drawing import DASHED, style
+from ..sweep.judging import Claim, every, judge, unpublished
+from ._drawing import style
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-NAME = "convert"
 SHOWS = "quality of a checkpoint against the rank it is cut to, three ways, and how much rank its logits use"
 REVISION = 1
 OPTIONS = ("checkpoint", "text")
@@ -111,38 +110,33 @@ def own_checkpoint(folder: Path, parameters: Mapping[str, Any]) -> Path:
     return folder
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Quality against rank, a line a way; and how many directions weights and logits use, head by head."""
     curves, energy = table[table.what == "curve"], table[table.what == "energy"]
     width = int(table["width"].iloc[0])
     figure, axes = new_figure(1, 2 if len(energy) else 1, 12.0 if len(energy) else 6.5, 4.8)
-    left = axes[0, 0]
+    left, right = axes[0, 0], axes[0, -1]
     for place, (way, rows) in zip((6, 1, 8), curves.groupby("way", sort=False), strict=False):
         points = rows.groupby("rank").embedding_cosine.mean()
         left.plot(points.index, points, **style(place), label=way)
     left.axvline(width, **DASHED, label="rank of the original")
     left.set_xticks(sorted({int(rank) for rank in curves["rank"]}))
     left.set(xlabel="query-key rank of a head", ylabel="cosine to the original's mean-pooled embedding")
-    left.grid(True, color="0.92")
-    left.legend(fontsize=8, loc="lower right", bbox_to_anchor=(0.95, 0.0))
-    if len(energy):
-        right = axes[0, 1]
-        for place, (of, rows) in zip((0, 6), energy.groupby("of"), strict=True):
-            share = rows.energy_rank.sort_values().to_numpy()
-            heads = [100 * (number + 1) / len(share) for number in range(len(share))]
-            name = "row-centred logits on text" if of == "logits" else "weights W_Q W_K^T"
-            right.plot(share, heads, **style(place) | {"markersize": 3}, label=name)
+    left.legend(loc="lower right", bbox_to_anchor=(0.95, 0.0))
+    for place, (of, rows) in zip((0, 6), energy.groupby("of"), strict=False):
+        share = rows.energy_rank.sort_values().to_numpy()
+        name = "row-centred logits on text" if of == "logits" else "weights W_Q W_K^T"
+        right.plot(share, np.linspace(0, 100, len(share) + 1)[1:], **style(place, markersize=3), label=name)
         xlabel = f"directions for 90 % of the energy (of {width})"
         right.set(xlim=(0, width), xlabel=xlabel, ylabel="heads that need no more (%)")
-        right.grid(True, color="0.92")
-        right.legend(fontsize=8, loc="upper left")
+        right.legend(loc="upper left")
     source = str(table.checkpoint.iloc[0])
     name = "a small BERT of random weights, logits sharp" if source == OWN else source.rstrip("/").split("/")[-1]
-    figure.suptitle(f"How far can the query-key rank be cut? {literal(name)}", fontsize=12)
+    figure.suptitle(f"How far can the query-key rank be cut? {literal(name)}")
     return {"convert": figure}
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     curve = table[table.what == "curve"]
     by_seed = curve.pivot_table(index="seed", columns=["way", "rank"], values="embedding_cosine")
     curves = by_seed.mean()
@@ -152,51 +146,41 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
     own = bool(table.checkpoint.iloc[0] == OWN)
     name = "random BERT" if own else Path(table.checkpoint.iloc[0]).name
     weights, calibrated, distilled = WAYS
-    found = []
     if width in ranks:
         whole = min(curves[weights, width], curves[calibrated, width])
         claim = f"{name}: at the old rank conversion changes nothing"
-        found.append(ours(claim, f"{whole:.6f}", whole > 1 - 1e-4, "Required: a cosine above 0.9999."))
+        yield unpublished(claim, f"{whole:.6f}", whole > 1 - 1e-4, "Required: a cosine above 0.9999.")
     if cut:
         half, low = min(cut, key=lambda rank: abs(rank - width / 2)), cut[0]
         gains = {rank: by_seed[calibrated, rank] - by_seed[weights, rank] for rank in cut}
         required = (
             judge(f"cosine calibrated minus weights only (rank {rank})", gain, 0) for rank, gain in gains.items()
         )
-        found.append(
-            every(required).claim(
-                f"{name}: at rank {half} of {width}, calibration keeps more than the weights alone",
-                "ours; A3 and KQ-SVD report the same of logits",
-                "",
-                ", ".join(f"{way} {curves[way, half]:.3f}" for way in WAYS),
-                "Cosine of mean-pooled embeddings to the original's on 40 paragraphs that calibration has not seen; judged at "
-                "every rank below the old.",
-                no="At some rank the weights alone keep more.",
-            )
+        yield every(required).unpublished(
+            f"{name}: at rank {half} of {width}, calibration keeps more than the weights alone",
+            "ours; A3 and KQ-SVD report the same of logits",
+            ", ".join(f"{way} {curves[way, half]:.3f}" for way in WAYS),
+            "Cosine of mean-pooled embeddings to the original's on 40 paragraphs that calibration has not seen; judged at "
+            "every rank below the old.",
+            no="At some rank the weights alone keep more.",
         )
         repaired = by_seed[distilled, low] - by_seed[calibrated, low]
-        found.append(
-            judge("cosine distilled minus calibrated", repaired, least=0).claim(
-                f"{name}: distillation repairs part of what a cut to rank {low} breaks",
-                "ours",
-                "",
-                f"calibrated {curves[calibrated, low]:.3f}, distilled {curves[distilled, low]:.3f}",
-                "Distilled on 40 paragraphs, judged on 40 others.",
-                no="Distillation lowers it.",
-            )
+        yield judge("cosine distilled minus calibrated", repaired, least=0).unpublished(
+            f"{name}: distillation repairs part of what a cut to rank {low} breaks",
+            "ours",
+            f"calibrated {curves[calibrated, low]:.3f}, distilled {curves[distilled, low]:.3f}",
+            "Distilled on 40 paragraphs, judged on 40 others.",
+            no="Distillation lowers it.",
         )
     energy = table[table.what == "energy"]
     if len(energy):
         median = energy.groupby("of").energy_rank.median()
         untrained = "Random weights say nothing of trained ones: ask with --checkpoint."
-        found.append(
-            Claim(
-                f"{name}: row-centred logits on text need far fewer directions for 90 % of their energy than the weights",
-                "Lee, 2604.04384",
-                "2 to 11 against 38 to 75 (of 64 or 128; GPT-2 to Mistral-7B)",
-                f"median head {median['logits']:.1f} against {median['weights']:.1f} of {width}",
-                None if own else bool(median["weights"] / median["logits"] > 1.5),
-                untrained if own else "Published factor 5 to 25, of far larger models.",
-            )
+        yield Claim(
+            f"{name}: row-centred logits on text need far fewer directions for 90 % of their energy than the weights",
+            "Lee, 2604.04384",
+            "2 to 11 against 38 to 75 (of 64 or 128; GPT-2 to Mistral-7B)",
+            f"median head {median['logits']:.1f} against {median['weights']:.1f} of {width}",
+            None if own else bool(median["weights"] / median["logits"] > 1.5),
+            untrained if own else "Published factor 5 to 25, of far larger models.",
         )
-    return found

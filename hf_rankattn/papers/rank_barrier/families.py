@@ -1,27 +1,27 @@
 """Attention maps of every family that can be measured, with fresh weights: how much rank before any training."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModel
+from matplotlib.figure import Figure
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ...families.architectures import TABLE, family_of
 from ...measure import spectral_metrics
+from ...probe import measure_attention, measure_logits
+from ...probe.survey import token_counts
 from ...report.plots import new_figure, published_table
+from ..drawing import BLUE, DASHED, GREY, RED, log_ticks
+from ..rank_collapse._subjects import checkpoint_inputs, checkpoint_parameters, inputs_of
 from ..sweep.grid import Cell
-from ..sweep.judging import Claim, judge
+from ..sweep.judging import Claim, judge, unpublished
 from ..sweep.tolerances import CLOSE
-from . import ours, published
-from ._drawing import DASHED, GREY
+from . import published
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-NAME = "families"
 SHOWS = "rank of attention maps at random init, every family, with and without QK-norm, against content-free maps"
 REVISION = 1
 OPTIONS = ("checkpoint", "text", "dataset")
@@ -48,15 +48,15 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
     shape = {name: setting[name] for name in ("layers", "hidden", "heads", "n", "examples")}
     made = []
     for family in TABLE:
-        for model_type in family.model_types:
+        for model_type in family.model_types if family.layers else ():
+            if model_type.startswith("rank_") and model_type not in WITH_NORM:
+                continue  # its attention is that of one of these
             # without the norm, a rank twin equals its stock model to the last bit; the rank encoder has no stock model
             norms = [False] * (model_type not in WITH_NORM[:3]) + [True] * (model_type in WITH_NORM)
             for qk_norm in norms:
                 model = {"family": family.name, "model_type": model_type, "qk_norm": qk_norm, "checkpoint": None}
                 made += [Cell({**model, **shape, "seed": seed}) for seed in range(seeds or setting["seeds"])]
-    if options.get("checkpoint"):
-        names = ("checkpoint", "text", "dataset")
-        given = {name: None if options.get(name) is None else str(options[name]) for name in names}
+    if given := checkpoint_parameters(options):
         sizes = {"n": setting["n"], "examples": setting["examples"], "seed": 0}
         made.append(Cell({"family": "given", "model_type": None, "qk_norm": None, **given, **sizes}, cost=10))
     return made
@@ -64,10 +64,12 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     """A row for each layer: the metrics, mean over heads and examples, and those of a map that looks at no content."""
-    from ...probe import measure_attention, measure_logits
-    from ...probe.survey import token_counts
-
-    model, batches = (checkpoint_inputs if parameters["checkpoint"] else fresh_inputs)(parameters)
+    sizes = {"examples": parameters["examples"], "length": parameters["n"], "seed": parameters["seed"]}
+    if parameters["checkpoint"]:
+        model, batches, _ = checkpoint_inputs(parameters, **sizes)
+    else:
+        model = fresh_model(parameters)
+        batches = inputs_of(model.config, "ids", **sizes)
     maps = measure_attention(model, batches, "full").groupby(["layer", "metric"]).value.mean().unstack()
     spread = measure_logits(model, batches)
     spread = spread[spread.metric == "logit_std"].groupby("layer").value.mean()
@@ -92,22 +94,18 @@ def content_free_metrics(n: int, causal: bool) -> dict[str, float]:
     return {name: found[name].item() for name in METRICS}
 
 
-def fresh_inputs(parameters: Mapping[str, Any]):
-    """A base model with weights as its family initialises them, and random inputs. At laptop scale heads have width 64."""
-    from ...probe.survey import random_batches
-
+def fresh_model(parameters: Mapping[str, Any]) -> PreTrainedModel:
+    """A base model with weights as its family initialises them. At laptop scale heads have width 64."""
     model_type, hidden, heads, layers = (parameters[name] for name in ("model_type", "hidden", "heads", "layers"))
-    names = SIZES.get(model_type.removeprefix("rank_"), COMMON)
+    width, names = hidden // heads, SIZES.get(model_type.removeprefix("rank_"), COMMON)
     fields: dict[str, Any] = dict(zip(names, (hidden, heads, layers, 2 * hidden), strict=True))
     if model_type != "vit":
         fields["vocab_size"] = VOCABULARY
     elif parameters["n"] < 64:
         fields |= {"image_size": 48, "patch_size": 8}
-    if model_type in ("albert", "rank_albert"):
-        fields["embedding_size"] = max(16, hidden // 6)
-    if model_type == "electra":
-        fields["embedding_size"] = hidden
-    width = hidden // heads
+    embedded = {"albert": max(16, hidden // 6), "rank_albert": max(16, hidden // 6), "electra": hidden}
+    if model_type in embedded:
+        fields["embedding_size"] = embedded[model_type]
     if model_type in ("llama", "qwen2", "qwen3", "mistral"):
         fields |= {"num_key_value_heads": heads, "head_dim": width}
     if model_type == "deepseek_v3":
@@ -117,21 +115,7 @@ def fresh_inputs(parameters: Mapping[str, Any]):
     if model_type in WITH_NORM:
         fields["qk_norm"] = parameters["qk_norm"]
     torch.manual_seed(parameters["seed"])
-    model = AutoModel.from_config(AutoConfig.for_model(model_type, **fields)).eval()
-    examples = parameters["examples"]
-    return model, random_batches(model.config, examples, parameters["n"], examples, parameters["seed"])
-
-
-def checkpoint_inputs(parameters: Mapping[str, Any]):
-    from ...probe.survey import load_checkpoint, load_tokenizer, random_batches, read_texts, text_batches
-
-    name, examples, n = (parameters[key] for key in ("checkpoint", "examples", "n"))
-    model = load_checkpoint(name)
-    if getattr(model.config, "vocab_size", None) is None:
-        return model, random_batches(model.config, examples, n, examples, parameters["seed"])
-    text = None if parameters["text"] is None else Path(parameters["text"])
-    texts, _ = read_texts(text, None if text else parameters["dataset"], examples=examples)
-    return model, text_batches(load_tokenizer(name), texts, model.config, n, examples)
+    return AutoModel.from_config(AutoConfig.for_model(model_type, **fields)).eval()
 
 
 def complete(table: pd.DataFrame) -> pd.DataFrame:
@@ -145,10 +129,9 @@ def complete(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(name=table.apply(name, axis=1))
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """A line for each model, first and last layer, four measures, with those of a content-free map."""
-    names = list(dict.fromkeys(table["name"]))
-    places = {name: len(names) - place for place, name in enumerate(names)}
+    names = list(dict.fromkeys(table["name"]))[::-1]
     panels = {
         "effective_rank": "effective rank / n",
         "numerical_rank": "rank at tolerance 0.01 / n",
@@ -156,48 +139,37 @@ def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
         "stable_rank": "stable rank",
     }
     figure, axes = new_figure(1, 4, 15.0, 0.3 * len(names) + 2.2, sharey=True)
-    last = table.layer == table.groupby("name").layer.transform("max")
-    layers = {
-        which: table[chosen].groupby("name", sort=False).mean(numeric_only=True)
-        for which, chosen in (("first", table.layer == 0), ("last", last))
-    }
-    earlier = published_table("random_init_maps").set_index("model")
-    earlier = earlier.loc[[name for name in names if name in earlier.index]]
-
-    def draw(axis, values, tokens, marker: str, label: str, **look: Any) -> None:
-        share = values / (1 if axis is axes[0, 3] else tokens)
-        axis.plot(share, [places[name] for name in values.index], marker, label=label, **look)
-
-    for axis, (column, label) in zip(axes[0], panels.items(), strict=True):
-        first, final = layers["first"], layers["last"]
-        draw(axis, first[column], first.tokens, "o", "first layer", color="#1b4f72", markersize=6)
-        grey = {"color": "0.4", "markersize": 12, "markeredgewidth": 1.5}
-        draw(axis, first[f"free_{column}"], first.tokens, "|", "content-free map", **grey)
-        hollow = {"color": "#1b4f72", "markersize": 6, "markerfacecolor": "white"}
-        draw(axis, final[column], final.tokens, "s", "last layer", **hollow)
-        if len(earlier) and table.tokens.max() > 100:
-            look = {"color": "#922b21", "markersize": 7}
-            draw(axis, earlier[column], earlier.n, "x", "earlier measurement, first layer", **look)
+    first = table[table.layer == 0].groupby("name", sort=False).mean(numeric_only=True)
+    deepest = table[table.layer == table.groupby("name").layer.transform("max")]
+    last = deepest.groupby("name", sort=False).mean(numeric_only=True)
+    earlier = published_table("random_init_maps").set_index("model").rename(columns={"n": "tokens"})
+    earlier = earlier[earlier.index.isin(names) & (table.tokens.max() > 100)]
+    free = first.rename(columns={f"free_{column}": column for column in panels} | dict.fromkeys(panels, ""))
+    marks: list[tuple[pd.DataFrame, str, dict[str, Any]]] = [
+        (first, "o", {"label": "first layer", "color": BLUE, "markersize": 6}),
+        (free, "|", {"label": "content-free map", "color": "0.4", "markersize": 12, "markeredgewidth": 1.5}),
+        (last, "s", {"label": "last layer", "color": BLUE, "markersize": 6, "markerfacecolor": "white"}),
+        (earlier, "x", {"label": "earlier measurement, first layer", "color": RED, "markersize": 7}),
+    ]
+    for axis, (column, xlabel) in zip(axes[0], panels.items(), strict=True):
+        for rows, marker, look in marks:
+            share = rows[column] / (1 if column == "stable_rank" else rows.tokens)
+            if len(rows):
+                axis.plot(share, [names.index(name) for name in rows.index], marker, **look)
+        axis.set_xlabel(xlabel)
         if column == "stable_rank":
-            axis.set_xscale("log")
-            axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
-            axis.tick_params(axis="x", which="minor", labelbottom=False)
+            log_ticks(axis, [1, 2, 5, 10], base=10)
         else:
             axis.set_xlim(-0.02, 1.02)
             axis.axvline(0.632, **DASHED, label="0.63 n: free hard choice")
             axis.axvline(0.5, **GREY, linestyle=":", label="0.50 n: causal hard choice")
-        axis.set_xlabel(label)
-        axis.grid(True, color="0.92")
-    axes[0, 0].set_yticks(list(places.values()), list(places), fontsize=8)
-    axes[0, 0].set_ylim(0.3, len(names) + 0.7)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    axes[0, 0].set_yticks(range(len(names)), names, fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     one = table[table.family != "given"].iloc[0]
-    title = (
+    figure.suptitle(
         f"Attention maps of fresh models: width {int(one.hidden)}, {int(one.heads)} heads, {int(one.layers)} layer(s), "
         f"{int(one.n)} random tokens (float32 maps)"
     )
-    figure.suptitle(title, fontsize=12)
     return {"families": figure}
 
 
@@ -205,7 +177,7 @@ def listed(rows: pd.DataFrame, describe: Callable[[Any], str]) -> str:
     return "; ".join(f"{row['name']} {describe(row)}" for _, row in rows.iterrows())
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     first = table[(table.family != "given") & (table.layer == 0)]
     names = ["name", "model_type", "qk_norm", "causal"]
     fresh = first.groupby(names, sort=False).mean(numeric_only=True).reset_index()
@@ -213,49 +185,43 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
     plain = fresh[~normed & ~fresh.model_type.isin(["rank_encoder", "qwen3"])]
     encoders, decoders = plain[~plain.causal.astype(bool)], plain[plain.causal.astype(bool)]
     shares = plain[["numerical_rank", "argmax_coverage"]].div(plain.tokens, axis=0)
-    found = [
-        ours(
-            "At ordinary initialisation maps are nearly content-free: stable rank about 1 in encoders and 2 in decoders",
-            listed(plain, lambda row: f"{row.stable_rank:.2f}"),
-            (encoders.stable_rank < 1.5).all() and decoders.stable_rank.between(1.7, 2.6).all(),
-            "Required: below 1.5, and 1.7 to 2.6. First layer. The barrier of 0.63 n is about sharp maps: fresh models have none.",
+    yield unpublished(
+        "At ordinary initialisation maps are nearly content-free: stable rank about 1 in encoders and 2 in decoders",
+        listed(plain, lambda row: f"{row.stable_rank:.2f}"),
+        (encoders.stable_rank < 1.5).all() and decoders.stable_rank.between(1.7, 2.6).all(),
+        "Required: below 1.5, and 1.7 to 2.6. First layer. The barrier of 0.63 n is about sharp maps: fresh models have none.",
+    )
+    yield unpublished(
+        "Causal maps have rank without content: those of fresh decoders are close to rows that spread evenly over the past",
+        listed(
+            decoders,
+            lambda row: f"effective rank {row.effective_rank:.0f}, content-free {row.free_effective_rank:.0f}",
         ),
-        ours(
-            "Causal maps have rank without content: those of fresh decoders are close to rows that spread evenly over the past",
-            listed(
-                decoders,
-                lambda row: f"effective rank {row.effective_rank:.0f}, content-free {row.free_effective_rank:.0f}",
-            ),
-            (decoders.effective_rank / decoders.free_effective_rank).between(1 / CLOSE, CLOSE).all(),
-            f"Required: the effective rank of such rows within a factor {CLOSE:g}. Where the effective rank is larger, content adds the rest.",
-        ),
-        published(
-            "The barrier shows in initialised models: numerical rank (tolerance 0.01) and argmax coverage over n, first layer",
-            "initialised models",
-            "0.63 n",
-            listed(
-                plain, lambda row: f"{row.numerical_rank / row.tokens:.2f}, {row.argmax_coverage / row.tokens:.2f}"
-            ),
-            shares.stack().between(0.6, 0.66).all(),
-            "Required: 0.60 to 0.66 for both, in every family. Their maps are soft, and what is counted depends on the tolerance.",
-        ),
-    ]
+        (decoders.effective_rank / decoders.free_effective_rank).between(1 / CLOSE, CLOSE).all(),
+        f"Required: the effective rank of such rows within a factor {CLOSE:g}. Where the effective rank is larger, content adds the rest.",
+    )
+    yield published(
+        "The barrier shows in initialised models: numerical rank (tolerance 0.01) and argmax coverage over n, first layer",
+        "initialised models",
+        "0.63 n",
+        listed(plain, lambda row: f"{row.numerical_rank / row.tokens:.2f}, {row.argmax_coverage / row.tokens:.2f}"),
+        shares.stack().between(0.6, 0.66).all(),
+        "Required: 0.60 to 0.66 for both, in every family. Their maps are soft, and what is counted depends on the tolerance.",
+    )
     earlier = published_table("random_init_maps").set_index("model")
     same = plain[plain.model_type.isin(earlier.index)].set_index("model_type")
     if scale != "smoke" and len(same):
         before = earlier.loc[same.index]
-        found.append(
-            ours(
-                "The stable rank of fresh BERT, ViT, GPT-2 and Llama (first layer) is that of an earlier measurement",
-                "; ".join(
-                    f"{model} {row.effective_rank:.1f}, {row.stable_rank:.2f} "
-                    f"({before.effective_rank[model]:g}, {before.stable_rank[model]:g})"
-                    for model, row in same.iterrows()
-                ),
-                ((same.stable_rank / before.stable_rank - 1).abs() < 0.1).all(),
-                "Required: within 10 %. Effective rank, then stable rank, in brackets those of the earlier measurement; Llama was "
-                "narrower then (512), and its ranks move with that.",
-            )
+        yield unpublished(
+            "The stable rank of fresh BERT, ViT, GPT-2 and Llama (first layer) is that of an earlier measurement",
+            "; ".join(
+                f"{model} {row.effective_rank:.1f}, {row.stable_rank:.2f} "
+                f"({before.effective_rank[model]:g}, {before.stable_rank[model]:g})"
+                for model, row in same.iterrows()
+            ),
+            ((same.stable_rank / before.stable_rank - 1).abs() < 0.1).all(),
+            "Required: within 10 %. Effective rank, then stable rank, in brackets those of the earlier measurement; Llama was "
+            "narrower then (512), and its ranks move with that.",
         )
     stock = fresh[~normed].groupby("model_type").mean(numeric_only=True)
     ranks = first.pivot_table(index="seed", columns=["model_type", "qk_norm"], values="effective_rank")
@@ -264,14 +230,10 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
         # Qwen3 is Qwen2 with its queries and keys normed, in rows of root mean square 1
         other = {"qwen3": "qwen2", "rank_encoder": "rank_encoder"}.get(model_type, model_type.removeprefix("rank_"))
         ratios = ranks[model_type, model_type != "qwen3"] / ranks[other, False]
-        found.append(
-            judge("effective rank with the norm over that without", ratios, 1, ratio=True).claim(
-                f"{other}: QK-norm{' as in qwen3' if other == 'qwen2' else ''} raises the rank of fresh maps",
-                "ours",
-                "",
-                f"effective rank {stock.effective_rank[other]:.1f} to {row.effective_rank:.1f}, deviation of the logits "
-                f"{stock.logit_std[other]:.2f} to {row.logit_std:.2f} (n {row.tokens:.0f})",
-                "What the norm changes in a fresh model is the size of its logits.",
-            )
+        yield judge("effective rank with the norm over that without", ratios, 1, ratio=True).unpublished(
+            f"{other}: QK-norm{' as in qwen3' if other == 'qwen2' else ''} raises the rank of fresh maps",
+            "ours",
+            f"effective rank {stock.effective_rank[other]:.1f} to {row.effective_rank:.1f}, deviation of the logits "
+            f"{stock.logit_std[other]:.2f} to {row.logit_std:.2f} (n {row.tokens:.0f})",
+            "What the norm changes in a fresh model is the size of its logits.",
         )
-    return found

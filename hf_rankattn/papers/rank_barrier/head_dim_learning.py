@@ -2,38 +2,32 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from ...report.plots import new_figure
+from ...theory import saturation_width
+from ..drawing import band, level
+from ..rank_collapse._classifying import train_classifier
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, every, judge, not_testable
 from ..sweep.tolerances import ACCURACY_RISES, SAME_WIDTH
 from . import SOURCE
-from ._drawing import beside, finish, level, style
+from ._drawing import beside, finish, style
 from ._images import DIGITS, choose_images
 from .saturation import crossing
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-NAME = "head-dim-learning"
 SHOWS = (
     "accuracy and map rank against qk_rank after training, on token retrieval and on images, with and without QK-norm"
 )
 REVISION = 1
 OPTIONS = ("dataset",)
 
-RETRIEVAL = {
-    "task": "token_retrieval",
-    "num_values": 8,
-    "layers": 1,
-    "heads": 1,
-    "learning_rate": 3e-3,
-    "held_out": 256,
-}
+RETRIEVAL = {"task": "token_retrieval", "num_values": 8, "layers": 1, "heads": 1}
+RETRIEVAL |= {"learning_rate": 3e-3, "held_out": 256}
 IMAGES = {"task": "images", "layers": 2, "heads": 2, "learning_rate": 3e-3}
 SMOKE = {"train_rows": 500, "hidden": 32, "steps": 8, "batch_size": 16, "measured": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -84,7 +78,6 @@ def training_cost(parameters: Mapping[str, Any]) -> float:
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    from ..rank_collapse._classifying import train_classifier
 
     return train_classifier(parameters, work)
 
@@ -102,70 +95,66 @@ def complete(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(data=table.apply(data, axis=1), form=form)
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     return {"head-dim-learning": learning_figure(table), "rank-in-training": trace_figure(table)}
 
 
-def learning_figure(table: pd.DataFrame) -> "Figure":
+def learning_figure(table: pd.DataFrame) -> Figure:
     """A row of panels for each dataset: accuracy, and two measures of map rank, against width, trained and fresh."""
     datasets = list(dict.fromkeys(table.data))
     figure, axes = new_figure(len(datasets), 3, 14.0, 3.1 * len(datasets) + 1.0)
     for line, data in zip(axes, datasets, strict=True):
         rows = table[table.data == data]
         end, fresh = rows[rows.what == "end"], rows[(rows.what == "trace") & (rows.step == 0)]
-        n = int(rows.tokens.iloc[0])
         for axis, (measure, name) in zip(line, MEASURES.items(), strict=True):
             of_rank = measure != "accuracy"
-            scale = n if of_rank else 1
+            scale = int(rows.tokens.iloc[0]) if of_rank else 1
             for form, (_, place, face) in FORMS.items():
-                groups = end[end.form == form].groupby("qk_rank")[measure].agg(["mean", "min", "max"]) / scale
                 look = style(place)
-                band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
-                axis.plot(groups.index, groups["mean"], **look, markerfacecolor=face, label=f"{form}, trained")
-                axis.fill_between(groups.index, groups["min"], groups["max"], **band)
+                share = end[end.form == form].assign(share=end[measure] / scale).groupby("qk_rank").share
+                shape = (look["marker"], look["linestyle"], look["color"])
+                band(axis, share, shape, f"{form}, trained", markerfacecolor=face)
                 if of_rank:
-                    before = fresh[fresh.form == form].groupby("qk_rank")[measure].mean() / n
-                    dotted = {"color": look["color"], "linewidth": 0.9, "marker": "."}
-                    axis.plot(before.index, before, ":", **dotted, label=f"{form}, fresh")
+                    before = fresh[fresh.form == form].groupby("qk_rank")[measure].mean() / scale
+                    axis.plot(before.index, before, ":.", color=look["color"], label=f"{form}, fresh")
             if of_rank:
                 level(axis, 0.632, "0.63 n: free hard choice", 0.99)
             finish(axis, data, rows.qk_rank, "qk_rank", ylim=(0, 0.75 if of_rank else 1.05), ylabel=name)
         beside(line[-1])
+    models = {"token_retrieval": "rank BERT on token retrieval", "images": "rank encoder on images"}
     shapes = "; ".join(
-        f"{'rank BERT on token retrieval' if task == 'token_retrieval' else 'rank encoder on images'}: "
-        f"{int(first.layers)} layer(s) of {int(first.heads)} head(s), width {int(first.hidden)}, {int(first.steps)} steps"
+        f"{models[task]}: {int(first.layers)} layer(s) of {int(first.heads)} head(s), width {int(first.hidden)}, "
+        f"{int(first.steps)} steps"
         for task, first in table.drop_duplicates("task").set_index("task").iterrows()
     )
-    figure.suptitle("Does accuracy stop growing where map rank does?", fontsize=12)
-    note = f"lines: mean of {table.seed.nunique()} seed(s), bands: least to largest. {shapes}"
-    figure.supxlabel(note, fontsize=8, color="0.3")
+    figure.suptitle("Does accuracy stop growing where map rank does?")
+    figure.supxlabel(f"lines: mean of {table.seed.nunique()} seed(s), bands: least to largest. {shapes}")
     return figure
 
 
-def trace_figure(table: pd.DataFrame) -> "Figure":
+def trace_figure(table: pd.DataFrame) -> Figure:
     """Effective rank, argmax coverage and sharpness along training, a line for each width."""
     datasets = list(dict.fromkeys(table.data))
     chosen = [datasets[len(datasets) // 2 - 1 if len(datasets) > 2 else 0], datasets[-1]]
     rows = table[table.what == "trace"]
-    measures = {name: MEASURES[name] for name in ("effective_rank", "argmax_coverage")}
-    measures["logit_std"] = "deviation of the logits"
+    measures = {**MEASURES, "logit_std": "deviation of the logits"}
+    del measures["accuracy"]
     lines = [(data, form) for data in dict.fromkeys(chosen) for form in FORMS]
     figure, axes = new_figure(len(lines), 3, 13.5, 2.7 * len(lines) + 0.8)
     for line, (data, form) in zip(axes, lines, strict=True):
         part = rows[(rows.data == data) & (rows.form == form)]
-        n = int(part.tokens.iloc[0])
         for axis, (measure, name) in zip(line, measures.items(), strict=True):
+            of_rank = measure != "logit_std"
+            scale = int(part.tokens.iloc[0]) if of_rank else 1
             for place, (rank, curve) in enumerate(part.groupby("qk_rank")):
-                values = curve.groupby("step")[measure].mean() / (1 if measure == "logit_std" else n)
+                values = curve.groupby("step")[measure].mean() / scale
                 axis.plot(values.index, values, **style(place), label=f"qk_rank {rank}")
-            if measure == "logit_std":
-                axis.set_yscale("log")
-            else:
-                axis.set_ylim(0, 0.75)
+            axis.set(**{"ylim": (0, 0.75)} if of_rank else {"yscale": "log"})
+            if of_rank:
                 level(axis, 0.632, "0.63 n")
-            finish(axis, f"{data}, {form}", xlabel="training steps", size=9, ylabel=name)
+            finish(axis, f"{data}, {form}", xlabel="training steps", ylabel=name)
         beside(line[-1])
-    figure.suptitle("What training does to attention maps", fontsize=12)
+    figure.suptitle("What training does to attention maps")
     return figure
 
 
@@ -203,7 +192,6 @@ def width_claims(ends: pd.DataFrame) -> Iterator[Claim]:
 
 def random_claim(ends: pd.DataFrame) -> Claim:
     """The width at which random heads have most of their rank, against the width at which trained ones have learnt."""
-    from ...theory import saturation_width
 
     rows = ends[(ends.task == "token_retrieval") & (ends.form == "original")]
     by_seed = rows.groupby(["tokens", "seed"]).apply(
@@ -216,10 +204,9 @@ def random_claim(ends: pd.DataFrame) -> Claim:
     return every(
         judge(f"width of trained over that of random heads (n {n})", by_seed[n] / random[n], *bounds, ratio=True)
         for n in trained.index
-    ).claim(
+    ).unpublished(
         "The width at which the rank of random maps saturates is the width that training needs",
         f"{SOURCE}, model reduction (drawn from random weights)",
-        "",
         "; ".join(f"n {n}: trained {trained[n]:.1f}, random hard maps {random[n]:.0f}" for n in trained.index),
         "Width for 90 % of the best accuracy on token retrieval, original form, against 90 % of the ceiling of random "
         "Gaussian heads.",
@@ -237,10 +224,9 @@ def norm_claim(ends: pd.DataFrame) -> Claim:
     gains = {rank: by_seed["qk_norm", rank] - by_seed["original", rank] for rank in narrow}
     return every(
         judge(f"accuracy with the norm minus that without (width {rank})", gain, 0) for rank, gain in gains.items()
-    ).claim(
+    ).unpublished(
         "With QK-norm, trained heads make do with less width (as the maps of random ones do)",
         "ours, a prediction from random maps",
-        "",
         f"{text} (token retrieval, mean over n)",
         no="Unit keys have one dimension less, and training gives other keys the lengths it needs; whether that is the "
         "reason was not tested.",
@@ -254,10 +240,9 @@ def training_claims(table: pd.DataFrame) -> Iterator[Claim]:
         first, last = means.loc[0], means.iloc[-1]
         ranks = widest.pivot(index="seed", columns="step", values="effective_rank")
         gain = ranks[ranks.columns.max()] - ranks[0]
-        yield judge("effective rank after training minus before", gain, least=0).claim(
+        yield judge("effective rank after training minus before", gain, least=0).unpublished(
             f"{data}: training raises the rank of attention maps above that of a fresh model (width {int(rows.qk_rank.max())})",
             "ours; the paper measured fresh and trained maps apart",
-            "",
             f"effective rank {first.effective_rank:.1f} to {last.effective_rank:.1f}, stable rank {first.stable_rank:.2f} to "
             f"{last.stable_rank:.2f}, argmax coverage {first.argmax_coverage:.1f} to {last.argmax_coverage:.1f} of "
             f"{int(last.tokens)}",

@@ -3,25 +3,24 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ...report.plots import content_free_share, new_figure
+from ...theory import causal_columns, coverage, distinct_columns, windowed_columns
+from ..drawing import DASHED, GREY, level
 from ..sweep.grid import Cell, grid
-from ..sweep.judging import Claim
+from ..sweep.judging import Claim, unpublished
 from ..sweep.tolerances import CEILING, POLYNOMIAL_RANK
-from . import ours, published
-from ._drawing import DASHED, FACES, GREY, LAW, beside, draw_deviations, draw_sizes, finish, level, style
+from . import published
+from ._drawing import FACES, LAW, beside, draw_deviations, draw_sizes, finish, style
 from ._random_maps import KEYS, TOLERANCES, run_hard, run_paper, run_sharpness, run_spectrum, run_width
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-NAME = "rank-ceiling"
 SHOWS = (
     "rank of random attention maps against head width: hard and soft, free, causal, windowed, with and without QK-norm"
 )
@@ -61,8 +60,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # With these sizes the published picture is found again. The published text names only n and the largest width.
 PAPER_N, PAPER_MODEL = 100, 512
+COLUMNS = "columns chosen / n = rank / n"
 SOFT = 0.05  # standard deviation of the logits in the soft regime
-RUNS = {"hard": run_hard, "spectrum": run_spectrum, "paper": run_paper, "sharpness": run_sharpness, "width": run_width}
+RUNS = {"hard": run_hard, "spectrum": run_spectrum, "paper": run_paper, "sharpness": run_sharpness}
+CEILINGS = {"none": distinct_columns, "causal": causal_columns}
 
 
 def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence[Cell]:
@@ -94,19 +95,16 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    kind = parameters["kind"]
-    return RUNS["width" if kind == "soft" else kind](parameters)
+    return RUNS.get(parameters["kind"], run_width)(parameters)
 
 
 def complete(table: pd.DataFrame) -> pd.DataFrame:
     """The laws beside what was simulated."""
-    from ...theory import causal_columns, coverage, distinct_columns, windowed_columns
 
     def ceiling(row):
-        n = int(row["n"])
-        if row["mask"] == "window":
-            return windowed_columns(n, int(row["window"])) / n
-        return (causal_columns if row["mask"] == "causal" else distinct_columns)(n) / n
+        n, mask = int(row["n"]), row["mask"]
+        columns = windowed_columns(n, int(row["window"])) if mask == "window" else CEILINGS[mask](n)
+        return columns / n
 
     def law(row):
         if row["mask"] != "none" or row["keys"] == "free" or row["width"] < 2:
@@ -117,11 +115,11 @@ def complete(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(ceiling=hard.apply(ceiling, axis=1), law=hard.apply(law, axis=1))
 
 
-def figures(table: pd.DataFrame, scale: str) -> "dict[str, Figure]":
+def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     return {"rank-ceiling": ceiling_figure(table), "rank-ceiling-soft": soft_figure(table)}
 
 
-def ceiling_figure(table: pd.DataFrame) -> "Figure":
+def ceiling_figure(table: pd.DataFrame) -> Figure:
     """Hard maps by n and by mask, the published set-up, and softmax by sharpness."""
     figure, axes = new_figure(2, 2, 16.0, 9.0)
     hard = table[table.kind == "hard"]
@@ -131,16 +129,16 @@ def ceiling_figure(table: pd.DataFrame) -> "Figure":
     draw_sharpness(axes[1, 1], table[table.kind == "sharpness"])
     for axis in axes.flat:
         beside(axis)
-    figure.suptitle("Rank of random attention maps: a ceiling of hard choice", fontsize=12)
+    figure.suptitle("Rank of random attention maps: a ceiling of hard choice")
     note = (
         "Soft maps and their singular values are float64; a singular value counts above tolerance times the largest. "
         "float32 and float64 tolerance: n times the rounding of that type, the default of torch and numpy."
     )
-    figure.supxlabel(note, fontsize=8, color="0.3")
+    figure.supxlabel(note)
     return figure
 
 
-def draw_hard(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_hard(axis: Axes, rows: pd.DataFrame) -> None:
     sizes = sorted(rows.n.unique())
     shown = sizes if len(sizes) < 5 else sizes[::2]
     draw_sizes(axis, rows, "coverage", shown, linestyle="none")
@@ -152,29 +150,25 @@ def draw_hard(axis: "Axes", rows: pd.DataFrame) -> None:
     axis.plot([], [], color="0.3", linewidth=0.8, label="lines: mean-field law")
     level(axis, 1 - 1 / math.e, "published ceiling 0.63 n = 1 - 1/e")
     widths = rows[rows["keys"] == "gaussian"]["width"]
-    finish(axis, "Hard attention, no mask", widths, ylim=(0, 0.75), ylabel="columns chosen / n = rank / n")
+    finish(axis, "Hard attention, no mask", widths, ylim=(0, 0.75), ylabel=COLUMNS)
 
 
-def draw_masks(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_masks(axis: Axes, rows: pd.DataFrame) -> None:
     n = rows[rows["mask"] == "causal"].n.max()
     rows = rows[rows.n == n]
     for place, ((mask, window), part) in enumerate(rows.groupby(["mask", "window"])):
         name = {"none": "no mask", "causal": "causal"}.get(mask, f"last {int(window)} tokens")
-        look = style((0, 5, 6, 7)[place % 4]) | {"linewidth": 0.8}
+        look = style((0, 5, 6, 7)[place % 4], linewidth=0.8)
         for keys, face in FACES.items():
             points = part[part["keys"] == keys].groupby("width").coverage.mean()
-            label = name if keys == "gaussian" else None
-            axis.plot(points.index, points, **look, markerfacecolor=face, label=label)
+            axis.plot(points.index, points, **look, markerfacecolor=face, label=name if keys == "gaussian" else None)
         ceiling = part.ceiling.iloc[0]
-        dashed = DASHED | {"color": look["color"], "linewidth": 0.8}
-        axis.axhline(ceiling, **dashed, label=f"{name}: ceiling {ceiling:.3f}")
+        axis.axhline(ceiling, **DASHED | {"color": look["color"]}, label=f"{name}: ceiling {ceiling:.3f}")
     title = f"Hard attention with masks, n = {int(n)} (dashed: exact ceilings; hollow: unit keys)"
-    finish(
-        axis, title, rows[rows["keys"] == "gaussian"]["width"], ylim=(0, 0.75), ylabel="columns chosen / n = rank / n"
-    )
+    finish(axis, title, rows[rows["keys"] == "gaussian"]["width"], ylim=(0, 0.75), ylabel=COLUMNS)
 
 
-def draw_paper(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_paper(axis: Axes, rows: pd.DataFrame) -> None:
     n = int(rows.n.iloc[0])
     means = rows.groupby(["inputs", "temperature", "width"]).mean(numeric_only=True)
     curves = (
@@ -196,7 +190,7 @@ def draw_paper(axis: "Axes", rows: pd.DataFrame) -> None:
     finish(axis, title, rows["width"], ylim=(0, 1.05), ylabel="numerical rank / n")
 
 
-def draw_sharpness(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_sharpness(axis: Axes, rows: pd.DataFrame) -> None:
     n = int(rows.n.max())
     means = rows[rows.n == n].groupby(["mask", "sharpness"]).mean(numeric_only=True)
     free, causal = means.loc["none"], means.loc["causal"]
@@ -204,26 +198,24 @@ def draw_sharpness(axis: "Axes", rows: pd.DataFrame) -> None:
         axis.plot(free.index, free[f"rank_{name}"] / n, **style(place), label=f"rank, {name} tolerance")
     axis.plot(free.index, free.effective_rank / n, **style(6), label="effective rank")
     axis.plot(causal.index, causal.effective_rank / n, **style(7), label="effective rank, causal")
-    freezing = math.sqrt(2 * math.log(n))
-    axis.axvline(freezing, **GREY, linestyle=":")
-    beside_line: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "fontsize": 7, "color": "0.25"}
-    axis.annotate("freezing,\nsqrt(2 ln n)", (freezing, 0.02), **beside_line)
-    axis.axhline(1 - 1 / math.e, **DASHED, label="0.63 n: hard (published)")
-    axis.axhline(0.5, **GREY, linestyle=(0, (1, 1)), label="0.50 n: hard, causal")
+    axis.axvline(math.sqrt(2 * math.log(n)), **GREY, linestyle=":", label="freezing, sqrt(2 ln n)")
+    level(axis, 1 - 1 / math.e, "0.63 n: hard (published)")
+    level(axis, 0.5, "0.50 n: hard, causal")
     xlabel = "standard deviation of the logits (1 is the usual initialisation at its most)"
     title = f"Softmax of independent logits, n = {n}"
     finish(axis, title, xscale="log", ylim=(0, 1.05), xlabel=xlabel, ylabel="rank / n")
 
 
-def soft_figure(table: pd.DataFrame) -> "Figure":
+def soft_figure(table: pd.DataFrame) -> Figure:
     """Soft maps of random heads: three measures against width, by n; then the two laws of very soft maps."""
     figure, axes = new_figure(2, 3, 14.5, 8.5)
     free, causal = table[table["mask"] == "none"], table[table["mask"] == "causal"]
     rows = free[free.kind == "width"]
     rows = rows[rows.sharpness == rows.sharpness.min()]
     title = f"softmax, logits of deviation {rows.sharpness.min():g}"
-    names = ("rank, float32 tolerance", "rank, tolerance 0.01", "effective rank")
-    for axis, column, name in zip(axes[0], ("rank_float32", "rank_0.01", "effective_rank"), names, strict=True):
+    names = {"rank_float32": "rank, float32 tolerance", "rank_0.01": "rank, tolerance 0.01"}
+    names["effective_rank"] = "effective rank"
+    for axis, (column, name) in zip(axes[0], names.items(), strict=True):
         draw_sizes(axis, rows.assign(share=rows[column] / rows.n), "share", sorted(rows.n.unique()))
         axis.plot([], [], "o", color="0.3", markerfacecolor="white", label="hollow: QK-norm")
         level(axis, 0.63, "0.63 n")
@@ -231,14 +223,13 @@ def soft_figure(table: pd.DataFrame) -> "Figure":
     draw_causal(axes[1, 0], causal[causal.kind == "width"])
     draw_degrees(axes[1, 1], table[table.kind == "soft"])
     draw_stable(axes[1, 2], free[free.kind == "sharpness"])
-    axes[0, 2].legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, 0.93))
-    for axis, place in zip(axes[1], ("upper left", "lower right", "lower right"), strict=True):
-        axis.legend(fontsize=7, loc=place)
-    figure.suptitle("Soft maps: rank is a matter of tolerance", fontsize=12)
+    for axis in (axes[0, 2], *axes[1]):
+        axis.legend()
+    figure.suptitle("Soft maps: rank is a matter of tolerance")
     return figure
 
 
-def draw_causal(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_causal(axis: Axes, rows: pd.DataFrame) -> None:
     n = int(rows.n.max())
     rows = rows[rows.n == n]
     draw_deviations(axis, rows.assign(share=rows.effective_rank / n), "width", "share", range(9))
@@ -247,7 +238,7 @@ def draw_causal(axis: "Axes", rows: pd.DataFrame) -> None:
     finish(axis, f"causal softmax, n = {n}", rows["width"], ylim=(0, 0.75), ylabel="effective rank / n")
 
 
-def draw_degrees(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_degrees(axis: Axes, rows: pd.DataFrame) -> None:
     n, points = int(rows.n.iloc[0]), rows.groupby("width").mean(numeric_only=True)
     widths = [int(width) for width in points.index]
     axis.plot(widths, points.rank_float64, **style(0), label="float64 tolerance")
@@ -255,13 +246,12 @@ def draw_degrees(axis: "Axes", rows: pd.DataFrame) -> None:
     for degree, line in ((7, "-"), (2, ":")):
         law = [math.comb(width + degree, degree) for width in widths]
         axis.plot(widths, law, line, **LAW, label=f"C(width + {degree}, {degree})")
-    axis.axhline(n, **DASHED)
-    axis.annotate(f"n = {n}", (widths[0], n), fontsize=7, va="bottom")
+    level(axis, n, f"n = {n}")
     title = f"very soft: deviation {rows.sharpness.iloc[0]:g}, a polynomial's rank"
     finish(axis, title, yscale="log", xticks=widths, ylabel="numerical rank")
 
 
-def draw_stable(axis: "Axes", rows: pd.DataFrame) -> None:
+def draw_stable(axis: Axes, rows: pd.DataFrame) -> None:
     n = int(rows.n.max())
     points = rows[rows.n == n].groupby("sharpness").mean(numeric_only=True)
     axis.plot(points.index, points.stable_rank, **style(0), label="stable rank")
@@ -293,13 +283,13 @@ def ceiling_claims(table: pd.DataFrame) -> Iterator[Claim]:
         ((free - 0.632).abs() < 0.015).all(),
         "Required: within 0.015 of 0.632. n(1 - (1 - 1/n)^n) is 0.635 n at 64 and tends to 1 - 1/e.",
     )
-    yield ours(
+    yield unpublished(
         "The rank of a hard map is the number of its columns that are chosen, its singular values the roots of how often",
         f"n {n}: {int(spectrum.unequal.sum())} maps unequal, singular values off by {spectrum.error.max():.0e} at most",
         spectrum.unequal.sum() == 0 and spectrum.error.max() < 1e-9,
         "Required: equal, and within 1e-9.",
     )
-    yield ours(
+    yield unpublished(
         "Other measures of the same maps have other ceilings: effective rank 0.615, of squares 0.564, participation "
         "ratio 0.500 of n",
         ", ".join(f"{value:.3f}" for value in shares) + f" (n {n})",
@@ -318,7 +308,7 @@ def masked_claims(table: pd.DataFrame) -> Iterator[Claim]:
             "ours; the barrier as published knows no mask",
             "0.63 n",
             f"n {n}: {value:.3f}",
-            bool(abs(value - law) < 0.01),
+            abs(value - law) < 0.01,
             "Required: within 0.01." + " The published number does not carry over to decoders." * causal,
         )
 
@@ -340,13 +330,13 @@ def width_claims(table: pd.DataFrame) -> Iterator[Claim]:
         grows and seen.max().max() < 1.03,
         "Required: no step down by more than 0.02, and at most 1.03 of the ceiling.",
     )
-    yield ours(
+    yield unpublished(
         f"With keys of unit length (QK-norm) width {small} is enough for 96 % of the ceiling, whatever n",
         ", ".join(f"n {n}: {share['unit', n, small]:.2f}" for n in sizes),
         all(share["unit", n, small] > 0.96 for n in sizes),
         "Required: more than 0.96 for every n. What keeps narrow heads low is the spread of the lengths of their keys.",
     )
-    yield ours(
+    yield unpublished(
         "Mean-field coverage predicts the simulated rank, widths from 8",
         f"at most {error:.3f} n off",
         error < 0.02,
@@ -434,14 +424,14 @@ def soft_claims(table: pd.DataFrame) -> Iterator[Claim]:
         all((own - 0.63).abs().max() < CEILING for own in sharp.values()),
         f"Required: within {CEILING}, at the tolerances of both dtypes, 0.001, 0.01 and 0.1.",
     )
-    yield ours(
+    yield unpublished(
         "Soft maps (deviation s of the logits, s^2 < ln n) have stable rank e^(s^2) and second singular value "
         "2 sqrt((e^(s^2) - 1)/n)",
         f"{stable.stable_rank:.3f} ({known:.3f}), {stable.second_singular:.4f} ({edge:.4f}) at s 0.5, n {sizes[-1]}",
         abs(stable.stable_rank / known - 1) < 0.02 and abs(stable.second_singular / edge - 1) < 0.07,
         "Required: within 2 % and 7 %. In brackets the law.",
     )
-    yield ours(
+    yield unpublished(
         f"Very soft maps (deviation {SOFT}) have the rank of a polynomial: C(width + 7, 7) at float64 tolerance",
         ", ".join(f"{int(width)}: {rank:.0f} of {powers[width]}" for width, rank in soft.items()),
         all(abs(soft[width] - count) <= max(1, POLYNOMIAL_RANK * count) for width, count in powers.items()),

@@ -1,7 +1,6 @@
 """Training of the papers' encoder on points, with Trainer, to one row of a table."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,19 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainerCallback
 
 from ...models import RankEncoderConfig, RankEncoderForPointRegression, parameter_counts
 from ...tasks import BatchStream, TaskBuilder, task_baselines, task_builder
 from ...training.optimizers import point_optimizer, warmup_cosine
-from ...training.runs import check_checkpoint, train_from
+from ..training import StreamTrainer, in_parts, tensors_of
 
 
 EPOCH = 100  # steps; the published runs count and report by these
-SAVE_EVERY = 2000
 # predicting zero costs 1 and a random unit vector 2: beyond this a run has lost its way
 DIVERGED = 10.0
 
@@ -66,25 +61,6 @@ class PointTraining:
     held_out_rows: int = 2048
 
 
-class PointTrainer(Trainer):
-    """Trainer on whole batches from [`BatchStream`], which has nothing to skip when a run is resumed."""
-
-    def __init__(self, model, arguments: TrainingArguments, builder: TaskBuilder, training: PointTraining, **kwargs):
-        self.builder, self.training = builder, training
-        super().__init__(model, arguments, **kwargs)
-
-    def get_train_dataloader(self) -> DataLoader:
-        stream = BatchStream(
-            self.builder,
-            self.training.batch_size,
-            first=lambda: self.state.global_step,
-            replay=self.training.replay,
-            process=self.args.process_index,
-            processes=self.args.world_size,
-        )
-        return DataLoader(stream, batch_size=None)
-
-
 def diverged(loss: float) -> bool:
     return not math.isfinite(loss) or loss > DIVERGED
 
@@ -100,40 +76,19 @@ class StopWhenLost(TrainerCallback):
 def train_points(training: PointTraining, work: Path) -> tuple[RankEncoderForPointRegression, dict[str, Any]]:
     """Train, or go on from a checkpoint in `work`; returns the model and what a table has to say of the run."""
     builder = task_builder(training.task, dim=training.dim, num_points=training.num_points, seed=training.data_seed)
-    model = initial_model(training)
+    model, steps = initial_model(training), training.steps
     optimizer = point_optimizer(model, training.learning_rate, training.temperature_factor)
-    arguments = TrainingArguments(
-        output_dir=str(work),
-        max_steps=training.steps,
-        per_device_train_batch_size=training.batch_size,
-        logging_steps=min(EPOCH, training.steps),
-        logging_nan_inf_filter=False,
-        save_strategy="steps" if training.steps > SAVE_EVERY else "no",
-        save_steps=SAVE_EVERY,
-        save_total_limit=1,
-        max_grad_norm=0.0,
-        seed=training.init_seed,
-        ignore_data_skip=True,
-        disable_tqdm=True,
-        report_to="none",
-        dataloader_pin_memory=False,
-    )
-    trainer = PointTrainer(
-        model, arguments, builder, training, callbacks=[StopWhenLost()],
-        optimizers=(optimizer, warmup_cosine(optimizer, training.steps)),
-        train_dataset=BatchStream(builder, training.batch_size),
-    )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
-    train_from(trainer, last_whole_checkpoint(work))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    sizes = {"per_device_train_batch_size": training.batch_size, "logging_steps": min(EPOCH, steps)}
+    stream = BatchStream(builder, training.batch_size, replay=training.replay)
+    how = (model, stream, optimizer, warmup_cosine(optimizer, steps), work, [StopWhenLost()])
+    trainer = StreamTrainer(*how, steps=steps, seed=training.init_seed, **sizes)
+    losses = trainer.resume()
     row: dict[str, Any] = {
         "status": "diverged",
         "steps_done": trainer.state.global_step,
         "parameters_per_layer": parameter_counts(model).published[0],
         "parameters_live": parameter_counts(model).live,
-        "train_error": None,
-        "best_train_error": None,
-        "held_out_error": None,
+        **dict.fromkeys(("train_error", "best_train_error", "held_out_error")),
         **baseline_errors(training.task, training.dim, training.num_points),
     }
     if not diverged(losses[-1]):
@@ -142,19 +97,6 @@ def train_points(training: PointTraining, work: Path) -> tuple[RankEncoderForPoi
             found = {"train_error": losses[-1], "best_train_error": min(losses), "held_out_error": error}
             row |= {"status": "finished", **found}
     return model, row
-
-
-def last_whole_checkpoint(work: Path) -> Path | None:
-    """The last whole checkpoint of an interrupted run. Those that were not written to the end are deleted."""
-    while work.is_dir() and (found := get_last_checkpoint(str(work))):
-        try:
-            check_checkpoint(Path(found))
-            if (Path(found) / TRAINER_STATE_NAME).is_file():  # Trainer writes this file after all the others
-                return Path(found)
-        except ValueError:
-            pass
-        shutil.rmtree(found)
-    return None
 
 
 def initial_model(training: PointTraining) -> RankEncoderForPointRegression:
@@ -184,13 +126,9 @@ def initial_model(training: PointTraining) -> RankEncoderForPointRegression:
 @torch.no_grad()
 def held_out_error(model: RankEncoderForPointRegression, builder: TaskBuilder, rows: int, batch: int = 256) -> float:
     """The error on rows of the test split, which no stream of train rows holds."""
-    arrays = {name: torch.from_numpy(array) for name, array in builder.sample("test", rows).items()}
+    parts = in_parts(tensors_of(builder.sample("test", rows)), batch, model.device)
     model.eval()
-    errors = []
-    for start in range(0, rows, batch):
-        part = {name: array[start : start + batch].to(model.device) for name, array in arrays.items()}
-        errors.append(model(**part).loss.item() * len(part["labels"]))
-    return sum(errors) / rows
+    return sum(model(**part).loss.item() * len(part["labels"]) for part in parts) / rows
 
 
 @lru_cache

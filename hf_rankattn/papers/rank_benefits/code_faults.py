@@ -11,7 +11,7 @@ from ...models import RankEncoderConfig, RankEncoderForPointRegression, paramete
 from ...report.plots import STYLES, new_figure
 from ...tasks import orthonormal_vectors, random_generator, task_builder
 from ..sweep.grid import Cell
-from ..sweep.judging import Claim, judge
+from ..sweep.judging import Claim, judge, unpublished
 from ._curves import setting_of
 from ._points import TRAINING, run_training, training_cells
 from ._training import PointTraining, initial_model
@@ -53,14 +53,8 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     if parameters["kind"] == "replay":
         return run_training(parameters, work)
     d, seed, rows = parameters["dim"], parameters["seed"], parameters["rows"]
-    return [
-        {
-            **first_coordinates(d, rows, seed),
-            **shared_rows(d, seed, min(rows, 512)),
-            **parameter_counts_of_positions(parameters["paper_dim"]),
-            **norm_of_zero(d),
-        }
-    ]
+    first, shared = first_coordinates(d, rows, seed), shared_rows(d, seed, min(rows, 512))
+    return [{**first, **shared, **parameter_counts_of_positions(parameters["paper_dim"]), **norm_of_zero(d)}]
 
 
 def first_coordinates(d: int, rows: int, seed: int) -> dict[str, float]:
@@ -87,12 +81,8 @@ def parameter_counts_of_positions(d: int) -> dict[str, float]:
     """Weights of a layer with concatenated positions over those of one without, as published and at one budget."""
 
     def live_weights(position: str, as_published: bool = False) -> int:
-        fields: dict[str, Any] = {"dim": d, "num_points": 16, "intermediate": 2048}
-        fields |= budget_of(position, d // 2, 8, fields, as_published) | {
-            "layers": 1,
-            "rank": d // 2,
-            "position": position,
-        }
+        fields: dict[str, Any] = {"dim": d, "num_points": 16, "intermediate": 2048, "layers": 1, "rank": d // 2}
+        fields |= budget_of(position, d // 2, 8, fields, as_published) | {"position": position}
         return parameter_counts(initial_model(PointTraining(**fields, steps=1, init_seed=0, data_seed=0))).live
 
     none = live_weights("none")
@@ -113,24 +103,22 @@ def figures(table, scale: str):
     """Train and held-out error of runs on fresh rows and on replayed rows, a group of marks for each rank."""
     runs = table[table.kind == "replay"]
     figure, axes = new_figure(1, 1, 7.0, 4.4)
-    axis = axes[0, 0]
-    names = []
+    axis, names = axes[0, 0], []
     estimates = {
-        "error on train rows, the published estimator": ("train_error", -0.1),
-        "error on rows never seen": ("held_out_error", 0.1),
+        "error on train rows, the published estimator": "train_error",
+        "error on rows never seen": "held_out_error",
     }
     for place, ((rank, again), rows) in enumerate(runs.groupby(["rank", runs.replay.notna()], sort=False)):
-        for (label, (column, shift)), (marker, _, colour) in zip(estimates.items(), STYLES, strict=False):
-            x = np.full(len(rows), place + shift)
+        for shift, (label, column), (marker, _, colour) in zip((-0.1, 0.1), estimates.items(), STYLES, strict=False):
+            x = [place + shift] * len(rows)
             axis.plot(x, rows[column], marker, color=colour, label=None if place else label)
-        batches = f"{int(rows.replay.iloc[0])} batches replayed" if again else "fresh rows"
-        names.append(f"rank {int(rank)}\n{batches}")
+        names.append(
+            f"rank {int(rank)}\n" + (f"{int(rows.replay.iloc[0])} batches replayed" if again else "fresh rows")
+        )
     axis.set_xticks(range(len(names)), names, fontsize=8)
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel("squared error per point")
-    axis.grid(True, axis="y", color="0.92")
-    axis.legend(fontsize=8)
-    figure.suptitle(f"What replaying batches does to the reported error\n({setting_of(runs)})", fontsize=11)
+    axis.set(ylim=(0, None), ylabel="squared error per point")
+    axis.legend()
+    figure.suptitle(f"What replaying batches does to the reported error\n({setting_of(runs)})")
     return {"code-faults": figure}
 
 
@@ -155,7 +143,7 @@ def claims(table, scale: str) -> Iterator[Claim]:
     source = "What it does with the fault follows from its source; what is judged is this package."
 
     def fault(text: str, measured: str, holds: bool | None, why: str) -> Claim:
-        return Claim(f"Fault: {text}", SOURCE, "", measured, holds, why)
+        return unpublished(f"Fault: {text}", measured, holds, why, SOURCE)
 
     yield fault(
         "orthonormal points are taken from QR as it comes, which prefers a direction: mean first coordinate, d 8",

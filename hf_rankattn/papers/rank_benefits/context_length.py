@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...report.plots import STYLES, new_figure, published_table
+from ...report.plots import published_table
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim, judge
 from ..sweep.tolerances import GROWTH_WITH_POINTS, SEPARATION
-from ._curves import FORM_TITLES, NOTE, draw_by_rank, finish, rank_axis, setting_of
+from ._curves import rank_figure
 from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separation, run_training, training_cells
 
 
@@ -44,25 +44,9 @@ complete = estimator_by("num_points", "form", "rank", "as_published")
 
 def figures(table, scale: str):
     """A panel for each form, a line for each number of points."""
-    forms, counts = list(dict.fromkeys(table.form)), sorted(table.num_points.unique())
-    published = published_table("context_length")
-    figure, axes = new_figure(1, len(forms), 5.5 * len(forms) + 1, 4.8, sharey=True)
-    every = sorted({*counts, *published.num_points.unique()})
-    for axis, form in zip(axes[0], forms, strict=True):
-        shares: list[float] = []
-        for count, style in zip(every, STYLES, strict=False):
-            theirs = published[published.num_points == count]
-            ours = table[(table.form == form) & (table.num_points == count)]
-            shares += draw_by_rank(axis, ours, theirs, style, f"N = {count}")
-            if len(theirs):
-                text = {"fontsize": 7, "color": style[2], "ha": "right", "va": "center"}
-                place = (1 / 64, theirs.value.iloc[0])
-                axis.annotate(f"N {count}", place, xytext=(-6, 0), textcoords="offset points", **text)
-        rank_axis(axis, shares)
-        axis.set_title(FORM_TITLES[form], fontsize=9)
-        axis.margins(x=0.14)  # room for the labels of the published curves
-    title = f"Farthest of N points, two layers\n({setting_of(table)})"
-    return {"context-length": finish(figure, axes, title, NOTE)}
+    published = published_table("context_length").assign(layers=2).sort_values("num_points", kind="stable")
+    title = "Farthest of N points, two layers"
+    return {"context-length": rank_figure(table, published, "num_points", "N = {}", title)}
 
 
 def claims(table, scale: str) -> Iterator[Claim]:

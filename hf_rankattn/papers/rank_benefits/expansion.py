@@ -8,9 +8,9 @@ import numpy as np
 
 from ...report.plots import new_figure
 from ...theory import continuous_weight, harmonic_dimension, legendre, sign_coefficient
+from ..drawing import BLUE, RED
 from ..sweep.grid import Cell, grid
-from ..sweep.judging import Claim
-from ._curves import BLUE, RED
+from ..sweep.judging import Claim, unpublished
 
 
 SHOWS = "the weight u(q.k) of rank-one heads that add up to the nearest of two points, for several dimensions"
@@ -75,22 +75,18 @@ def degree_content(d: int, degree: int, pairs: int, seed: int, published: bool) 
 
 def figures(table, scale: str):
     """A panel for each dimension: the size of u by angle, right and as published, and the published peak."""
-    curves = table[table.what == "curve"]
-    dims = sorted(curves["dim"].unique())
-    figure, axes = new_figure(1, len(dims), 3.8 * len(dims) + 1, 4.2, sharey=True)
-    for axis, d in zip(axes[0], dims, strict=True):
-        rows = curves[curves["dim"] == d]
+    curves = table[table.what == "curve"].groupby("dim")
+    figure, axes = new_figure(1, len(curves), 3.8 * len(curves) + 1, 4.2, sharey=True)
+    for axis, (d, rows) in zip(axes[0], curves, strict=True):
         angle = np.degrees(np.arccos(rows.cosine.clip(-1, 1)))
         wrong, right = rows.published_formula.abs(), rows.weight.abs()
-        for size, name, line, colour in ((wrong, "published formula", "--", RED), (right, "corrected", "-", BLUE)):
-            axis.plot(angle, size, line, color=colour, linewidth=0.9, label=f"{name}: peak {size.max():.2g}")
+        axis.plot(angle, wrong, "--", color=RED, linewidth=0.9, label=f"published formula: peak {wrong.max():.2g}")
+        axis.plot(angle, right, "-", color=BLUE, linewidth=0.9, label=f"corrected: peak {right.max():.2g}")
         axis.plot([0], [PEAKS[d]], "s", color=RED, mfc="white", label="peak of the published figure")
-        axis.set(yscale="log", xlabel="angle between query and key (degrees)")
-        axis.set_title(f"d = {d}", fontsize=10)
-        axis.grid(True, color="0.92")
-        axis.legend(fontsize=7, loc="lower center")
+        axis.set(yscale="log", xlabel="angle between query and key (degrees)", title=f"d = {d}")
+        axis.legend(loc="lower center")
     axes[0, 0].set(ylim=(1, 1e18), ylabel="|u(q.k)|, degrees below 50; its sign alternates")
-    figure.suptitle("Weights by which random rank-one heads add up to the nearest of two points", fontsize=12)
+    figure.suptitle("Weights by which random rank-one heads add up to the nearest of two points")
     return {"expansion": figure}
 
 
@@ -102,18 +98,16 @@ def claims(table, scale: str) -> Iterator[Claim]:
             "Amsel et al., plot of u",
             f"{PEAKS[d]:.3g}",
             f"{ours:.3g}; {faulty:.3g} with the published formula",
-            bool(abs(faulty / PEAKS[d] - 1) < 0.01),
+            abs(faulty / PEAKS[d] - 1) < 0.01,
             "Required: the published peak within 1 %, with the published formula. That formula is too large by the root of "
             "the dimension of the harmonics in every degree; the message survives.",
         )
     checked = table[table.what.str.endswith("corrected")]
     worst = ((checked.estimate - 1).abs() / checked.standard_error).max()
     estimates = ", ".join(f"{value:.3f}" for value in checked.estimate)
-    yield Claim(
+    yield unpublished(
         "An average of random rank-one heads weighted by u gives back degrees 1 and 3 of the target",
-        "ours",
-        "",
         f"{estimates} of 1 (at most {worst:.1f} standard errors off)",
-        bool(worst < 4),
+        worst < 4,
         "Required: within 4 standard errors of 1.",
     )

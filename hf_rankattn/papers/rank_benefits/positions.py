@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...report.plots import STYLES, new_figure, published_table
+from ...report.plots import published_table
+from ..drawing import plural
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim, every, judge
 from ..sweep.tolerances import SEPARATION
-from ._curves import FORM_TITLES, NOTE, draw_by_rank, finish, plural, rank_axis, setting_of
+from ._curves import rank_figure
 from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separation, run_training, training_cells
 
 
@@ -69,21 +70,9 @@ complete = estimator_by("layers", "position", "form", "rank", "as_published")
 
 def figures(table, scale: str):
     """A panel for each depth and form, a line for each kind of positions."""
-    forms, depths = list(dict.fromkeys(table.form)), sorted(table.layers.unique())
-    published = published_table("positions")
-    figure, axes = new_figure(len(forms), len(depths), 4.8 * len(depths) + 1, 3.8 * len(forms) + 1, sharey=True)
-    for row, form in zip(axes, forms, strict=True):
-        for axis, layers in zip(row, depths, strict=True):
-            shares: list[float] = []
-            for position, style in zip(POSITIONS, STYLES, strict=False):
-                theirs = published[(published.layers == layers) & (published.position == position)]
-                ours = table[(table.form == form) & (table.layers == layers) & (table.position == position)]
-                shares += draw_by_rank(axis, ours, theirs, style, f"positions: {position}")
-            rank_axis(axis, shares)
-            axis.set_title(f"{plural(layers, 'layer')}: {FORM_TITLES[form]}", fontsize=9)
     budget = "published budgets" if table.as_published.any() else "one parameter budget for all three"
-    title = f"Positions, {budget}\n({setting_of(table)})"
-    return {"positions": finish(figure, axes, title, NOTE + "; published: unequal budgets")}
+    published, note = published_table("positions"), "; published: unequal budgets"
+    return {"positions": rank_figure(table, published, "position", "positions: {}", f"Positions, {budget}", note)}
 
 
 def claims(table, scale: str) -> Iterator[Claim]:
@@ -104,11 +93,10 @@ def claims(table, scale: str) -> Iterator[Claim]:
         yield every(
             judge_separation(f"positions {name}", errors[name, low], errors[name, full], SEPARATION)
             for name in POSITIONS
-        ).claim(
+        ).unpublished(
             f"{plural(layers, 'layer')}, {form}: with any positions, full rank is at least "
             f"{SEPARATION:g} times better than half rank",
             "Amsel et al., positional encodings",
-            "",
             ", ".join(f"{name} {mean[name, low] / mean[name, full]:.1f}" for name in POSITIONS),
             no=f"These runs have {int(rows.steps.iloc[0])} steps, the published ones 2e5.",
         )

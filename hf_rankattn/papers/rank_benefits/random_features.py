@@ -8,10 +8,11 @@ import numpy as np
 
 from ...report.plots import new_figure, published_table
 from ...tasks import task_builder
-from ...theory import degree_floor, head_accuracy, lower_bound, optimal_weights, random_heads
+from ...theory import degree_floor, lower_bound, optimal_weights, random_heads
+from ...theory.heads import accuracy_of
+from ..drawing import BLUE, RED, level
 from ..sweep.grid import Cell, grid
-from ..sweep.judging import Claim
-from ._curves import BLUE, RED
+from ..sweep.judging import Claim, unpublished
 
 
 SHOWS = "error of random rank-one heads with optimal weights: predicted, measured, and published with its fault"
@@ -35,12 +36,12 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    d, count, seed = parameters["dim"], parameters["heads"], parameters["seed"]
+    d, count, seed, rows = (parameters[name] for name in ("dim", "heads", "seed", "rows"))
     queries, keys = random_heads(d, count, seed, "uniform_cosine")
     weights = optimal_weights(queries, keys)
     row = {
-        "predicted": 1 - float(accuracy(d, queries, keys) @ weights),
-        "measured": measured_error(queries, keys, weights, parameters["rows"], seed),
+        "predicted": 1 - float(accuracy_of(queries, keys) @ weights),
+        "measured": measured_error(queries, keys, weights, rows, seed),
         "degree_1_floor": degree_floor(d, 1),
         "lower_bound": lower_bound(d, 1, count),
         "published_formula": None,
@@ -49,12 +50,8 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     if parameters["faulty"]:
         reported, weights, keys = published_computation(d, count, seed)
         row["published_formula"] = reported
-        row["published_weights_measured"] = measured_error(queries, keys, weights, parameters["rows"], seed)
+        row["published_weights_measured"] = measured_error(queries, keys, weights, rows, seed)
     return [row]
-
-
-def accuracy(d: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    return head_accuracy(d, np.einsum("hd,hd->h", queries, keys))
 
 
 def measured_error(queries: np.ndarray, keys: np.ndarray, weights: np.ndarray, rows: int, seed: int) -> float:
@@ -90,54 +87,42 @@ def published_computation(d: int, count: int, seed: int) -> tuple[float, np.ndar
     short = cosine * queries + np.sqrt(1 - cosine**2) * shrunk * beside
     arcsines = [np.arcsin(np.clip(z @ z.T, -1, 1)) for z in (queries, short)]
     kernel = 0.5 + 2 / np.pi**2 * arcsines[0] * arcsines[1]
-    target = accuracy(d, queries, short)
+    target = accuracy_of(queries, short)
     weights = np.linalg.solve(kernel, target)
     return float(1 - target @ weights), weights, short
 
 
 def figures(table, scale: str):
-    dims = sorted(table["dim"].unique())
-    published = published_table("random_features")
+    dims, published = sorted(table["dim"].unique()), published_table("random_features")
     columns = min(2, len(dims))
     lines = -(-len(dims) // columns)
     figure, axes = new_figure(lines, columns, 5.2 * columns + 0.5, 3.8 * lines + 0.6, sharey=True)
     for axis, d in zip(axes.flat, dims, strict=False):
         rows = table[table["dim"] == d].groupby("heads").mean(numeric_only=True)
-        theirs = published[published.d == d]
-        floor = rows.degree_1_floor.iloc[0]
-        for style, colour, size, values, label in (
-            ("-", BLUE, None, rows.predicted, "predicted, 1 - b.C^-1 b"),
-            ("o", BLUE, 4, rows.measured, "measured on the task"),
-            ("--", RED, None, rows.published_formula, "predicted with the published fault"),
-            ("x", RED, 5, rows.published_weights_measured, "those weights, measured"),
-            ("s", RED, 5, theirs.set_index("heads").value, "published"),
-            (":", "0.4", None, rows.lower_bound, "lower bound LB(d, 1, H)"),
-        ):
-            face = "white" if label == "published" else None
-            axis.plot(values.index, values, style, color=colour, markersize=size, mfc=face, label=label)
-        axis.axhline(floor, color="0.6", linewidth=0.8)
-        axis.annotate("degree-1 floor", (1, floor), fontsize=7, color="0.4", va="bottom")
+        read = published[published.d == d]
+        axis.plot(rows.index, rows.predicted, "-", color=BLUE, label="predicted, 1 - b.C^-1 b")
+        axis.plot(rows.index, rows.measured, "o", color=BLUE, label="measured on the task")
+        axis.plot(rows.index, rows.published_formula, "--", color=RED, label="predicted with the published fault")
+        axis.plot(rows.index, rows.published_weights_measured, "x", color=RED, label="those weights, measured")
+        axis.plot(read.heads, read.value, "s", color=RED, mfc="white", label="published")
+        axis.plot(rows.index, rows.lower_bound, ":", color="0.4", label="lower bound LB(d, 1, H)")
+        level(axis, rows.degree_1_floor.iloc[0], "degree-1 floor")
         axis.set_xscale("log", base=2)
-        axis.set_title(f"d = {d}", fontsize=10)
-        axis.set_xlabel("heads")
-        axis.grid(True, color="0.92")
-    for row in axes:
-        row[0].set_ylabel("squared error")
-    axes[0, 0].legend(fontsize=7)
-    figure.suptitle("Random rank-one heads with optimal weights, nearest of two orthonormal points", fontsize=12)
+        axis.set(title=f"d = {d}", xlabel="heads", ylabel="squared error")
+    axes[0, 0].legend()
+    figure.suptitle("Random rank-one heads with optimal weights, nearest of two orthonormal points")
     return {"random-features": figure}
 
 
 def claims(table, scale: str) -> Iterator[Claim]:
     source = "Amsel et al., random features"
     gap = (table.predicted - table.measured).abs().max()
-    yield Claim(
+    yield unpublished(
         "The expected error 1 - b.C^-1 b is the error on the task",
-        source,
-        "",
         f"largest difference {gap:.3f} over {len(table)} draws of heads",
-        bool(gap < 0.05),
+        gap < 0.05,
         f"Required: at most 0.05. Simulation with {int(table.rows.iloc[0]):,} rows a draw.",
+        source,
     )
     mean = table.groupby(["dim", "heads"])[["predicted", "measured", "published_formula"]].mean()
     published = published_table("random_features").set_index(["d", "heads"]).value
@@ -149,15 +134,14 @@ def claims(table, scale: str) -> Iterator[Claim]:
                 source,
                 f"{published[place]:.3f}",
                 f"{ours.predicted:.3f} (measured {ours.measured:.3f}); {ours.published_formula:.3f} with the published fault",
-                bool(abs(ours.predicted / published[place] - 1) < 0.03),
+                abs(ours.predicted / published[place] - 1) < 0.03,
                 "Required: within 3 %. Keys were not unit vectors after a projection, so that the published numbers are too small for small d.",
             )
     above = table.predicted - table.lower_bound
-    yield Claim(
+    yield unpublished(
         "No draw is better than the lower bound LB(d, 1, H)",
-        "Amsel et al., Theorem 2; the computable form is ours",
-        "",
         f"smallest distance to it {above.min():.3f}",
-        bool((table.predicted >= table.lower_bound - 1e-9).all()),
+        (table.predicted >= table.lower_bound - 1e-9).all(),
         "Required of every draw.",
+        "Amsel et al., Theorem 2; the computable form is ours",
     )

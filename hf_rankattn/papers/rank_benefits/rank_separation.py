@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...report.plots import STYLES, new_figure, published_table
+from ...report.plots import published_table
+from ..drawing import plural
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim, judge, not_testable
 from ..sweep.tolerances import NO_BETTER, SEPARATION
-from ._curves import FORM_TITLES, NOTE, draw_by_rank, finish, plural, rank_axis, setting_of
+from ._curves import rank_figure
 from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separation, run_training, training_cells
 
 
@@ -56,32 +57,9 @@ complete = estimator_by("layers", "budget", "form", "rank", "as_published")
 
 def figures(table, scale: str):
     """A row of panels for each form, a panel for each depth, a line for each budget."""
-    forms, depths = list(dict.fromkeys(table.form)), sorted(table.layers.unique())
-    published = published_table("rank_separation")
-    figure, axes = new_figure(len(forms), len(depths), 4.2 * len(depths) + 1, 3.6 * len(forms) + 1, sharey=True)
-    for row, form in zip(axes, forms, strict=True):
-        for axis, layers in zip(row, depths, strict=True):
-            rows = table[(table.form == form) & (table.layers == layers)]
-            shares: list[float] = []
-            for budget, style in zip(dict.fromkeys(table.budget), STYLES, strict=False):
-                theirs = published[(published.layers == layers) & (published.budget == budget)]
-                ours = rows[rows.budget == budget]
-                shares += draw_by_rank(axis, ours, theirs, style, f"{budget} parameters a projection")
-            draw_baselines(axis, rows)
-            rank_axis(axis, shares)
-            axis.set_title(f"{plural(layers, 'layer')}: {FORM_TITLES[form]}", fontsize=9)
-    points = int(table.num_points.iloc[0])
-    title = f"Farthest of {points} points, heads of several ranks at one budget\n({setting_of(table)})"
-    note = NOTE + ("; the same published values in all rows" if len(forms) > 1 else "")
-    return {"rank-separation": finish(figure, axes, title, note)}
-
-
-def draw_baselines(axis, rows) -> None:
-    for column, name in (("baseline_zero", "zero"), ("baseline_own_token_and_mean_pool", "own token + mean")):
-        height = rows[column].mean()
-        axis.axhline(height, color="0.6", linewidth=0.8, linestyle=(0, (1, 2)))
-        text = {"fontsize": 7, "color": "0.4", "ha": "right", "va": "bottom"}
-        axis.annotate(name, (0.99, height), xycoords=("axes fraction", "data"), **text)
+    title = f"Farthest of {int(table.num_points.iloc[0])} points, heads of several ranks at one budget"
+    published, label = published_table("rank_separation"), "{} parameters a projection"
+    return {"rank-separation": rank_figure(table, published, "budget", label, title)}
 
 
 def claims(table, scale: str) -> Iterator[Claim]:

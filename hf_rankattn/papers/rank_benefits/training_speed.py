@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...report.plots import STYLES, new_figure
+from ..drawing import level, log_ticks, plural
 from ..sweep.grid import Cell
 from ..sweep.judging import Claim, judge
 from ..sweep.tolerances import SEPARATION_WITH_NORM
-from ._curves import ERROR_LABEL, draw_runs, plural
+from ._curves import ERROR_LABEL, draw_runs
 from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separation, run_training, training_cells
 
 
@@ -50,23 +51,15 @@ complete = estimator_by(*GROUP)
 def figures(table, scale: str):
     figure, axes = new_figure(1, 1, 7.5, 5.0)
     axis = axes[0, 0]
-    dim = int(table["dim"].iloc[0])
-    for (form, rank), style in zip(table.groupby(["form", "rank"], sort=False).groups, STYLES, strict=False):
-        rows = table[(table.form == form) & (table["rank"] == rank)]
+    for ((form, rank), rows), style in zip(table.groupby(["form", "rank"], sort=False), STYLES, strict=False):
         draw_runs(axis, rows, "steps", style, f"{form}: {plural(int(rows.heads.iloc[0]), 'head')} of rank {rank}")
     for name, value in PUBLISHED.items():
-        axis.axhline(value, color="0.5", linewidth=0.8, linestyle=(0, (4, 3)))
-        text = {"fontsize": 7, "color": "0.3", "ha": "right", "va": "bottom"}
-        label = f"published, d 64: {name}, {value}"
-        axis.annotate(label, (0.99, value), xycoords=("axes fraction", "data"), **text)
-    axis.set(xscale="log", yscale="log", ylabel=ERROR_LABEL)
-    steps = sorted({int(count) for count in table.steps})
-    axis.set_xticks(steps, [str(count) for count in steps])
-    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axis.set_xlabel("training steps (each point is a run with its own schedule)")
-    axis.grid(True, color="0.92")
-    axis.legend(fontsize=8, loc="lower left")
-    figure.suptitle(f"One layer on the farthest of {int(table.num_points.iloc[0])} points, d {dim}", fontsize=12)
+        level(axis, value, f"published, d 64: {name}, {value}", 0.99)
+    log_ticks(axis, table.steps, base=10)
+    axis.set(yscale="log", ylabel=ERROR_LABEL, xlabel="training steps (each point is a run with its own schedule)")
+    axis.legend(loc="lower left")
+    first = table.iloc[0]
+    figure.suptitle(f"One layer on the farthest of {int(first.num_points)} points, d {int(first['dim'])}")
     return {"training-speed": figure}
 
 
@@ -77,10 +70,9 @@ def claims(table, scale: str) -> Iterator[Claim]:
     steps = sorted(set(mean["qk_norm", full].index) & set(mean["original", full].index))
     for count in steps[-1:]:
         ratio = errors["qk_norm", full, count] / errors["original", full, count]
-        yield judge("error with qk_norm over that without", ratio, most=1, ratio=True).claim(
+        yield judge("error with qk_norm over that without", ratio, most=1, ratio=True).unpublished(
             f"qk_norm errs less than the original form, one full-rank head, {count} steps",
             "ours",
-            "",
             f"{mean['qk_norm', full, count]:.4f} against {mean['original', full, count]:.4f}",
             no="The original form errs less here.",
         )

@@ -18,9 +18,9 @@ from ...models import (
 from ...probe import RankCallback
 from ...tasks import BatchStream, task_builder
 from ...training.optimizers import point_optimizer, warmup_cosine
-from ...training.runs import check_weights
+from ...training.runs import FiniteLosses, check_weights
 from ..rank_barrier._images import load_images, patches
-from ._row_training import Batch, StreamTrainer
+from ..training import Batch, StreamTrainer, in_parts, tensors_of
 
 
 # both the map and the logits have an energy rank; that of the map is not followed
@@ -51,8 +51,7 @@ def retrieval(parameters: Mapping[str, Any]) -> tuple[PreTrainedModel, IterableD
     torch.manual_seed(parameters["seed"])
     sizes = {"max_position_embeddings": parameters["n"], "pad_token_id": 0}
     config = RankBertConfig(**builder.model_arguments(), **geometry(parameters), **sizes)
-    sample = builder.sample("test", parameters["held_out"])
-    held_out = {name: torch.from_numpy(array) for name, array in sample.items()}
+    held_out = tensors_of(builder.sample("test", parameters["held_out"]))
     return RankBertForTokenClassification(config), BatchStream(builder, parameters["batch_size"]), held_out
 
 
@@ -90,15 +89,15 @@ TASKS = {"token_retrieval": retrieval, "images": pictures}
 def train_classifier(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     """A row `trace` for each time the ranks were measured, and a row `end` with the accuracy on held-out rows."""
     model, stream, held_out = TASKS[parameters["task"]](parameters)
-    steps, batch_size = parameters["steps"], parameters["batch_size"]
+    steps = parameters["steps"]
     watched = {name: column[:WATCHED] for name, column in held_out.items() if name != "labels"}
     every = max(1, steps // parameters.get("measured", 10))
-    follow = RankCallback(every=every, inputs=watched, metrics=FOLLOWED, per_layer=False)
+    callbacks = [FiniteLosses(), RankCallback(every=every, inputs=watched, metrics=FOLLOWED, per_layer=False)]
     optimizer = point_optimizer(model, parameters["learning_rate"])
-    sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "seed": parameters["seed"]}
-    schedule = warmup_cosine(optimizer, steps)
-    trainer = StreamTrainer(model, stream, optimizer, schedule, work, [follow], save_strategy="no", **sizes)
-    trainer.train()
+    how = (model, stream, optimizer, warmup_cosine(optimizer, steps), work, callbacks)
+    sizes = {"per_device_train_batch_size": parameters["batch_size"], "seed": parameters["seed"]}
+    trainer = StreamTrainer(*how, steps=steps, save_strategy="no", **sizes)
+    losses = trainer.resume()
     check_weights(model, trainer.state.global_step)
     tokens = next(iter(watched.values())).shape[1]
     ranks = {
@@ -107,7 +106,7 @@ def train_classifier(parameters: Mapping[str, Any], work: Path) -> list[dict[str
         if f"rank/{FOLLOWED[0]}" in entry
     }
     rows = [{"what": "trace", "tokens": tokens, "step": step, **values} for step, values in ranks.items()]
-    end = {"what": "end", "tokens": tokens, "step": steps, **ranks[steps], "loss": trainer.last_loss()}
+    end = {"what": "end", "tokens": tokens, "step": steps, **ranks[steps], "loss": losses[-1]}
     return [*rows, {**end, **accuracy(model, held_out, vote=parameters["task"] == "images")}]
 
 
@@ -116,8 +115,7 @@ def accuracy(model: PreTrainedModel, rows: Batch, vote: bool, batch: int = 128) 
     """Share of labelled tokens whose class is predicted; with `vote`, of rows, by the mean logits of their tokens."""
     model.eval()
     right = total = 0
-    for start in range(0, len(rows["labels"]), batch):
-        part = {name: column[start : start + batch].to(model.device) for name, column in rows.items()}
+    for part in in_parts(rows, batch, model.device):
         labels = part.pop("labels")
         logits = model(**part).logits
         if vote:

@@ -20,7 +20,7 @@ from ...tasks.memorization import words_of
 
 
 Batch = dict[str, torch.Tensor]
-AXIS = "relative residual\n(1: nothing shared, 0: all tokens equal)"
+AXIS = "relative residual (1: nothing shared, 0: all tokens equal)"
 FLOOR = 2.4e-7  # of relative residuals in float32
 SHAPES: dict[str, dict[str, int]] = {
     "smoke": {"hidden": 32, "layers": 3, "heads": 4, "inner": 64, "vocabulary": 500},
@@ -132,7 +132,6 @@ def layer_axis(axis: Axes, log: bool = True) -> None:
     """Layers on the horizontal axis; with `log`, a logarithmic axis whose grey band is the floor of float32."""
     axis.set_xlabel("layer (0: embeddings)")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.grid(True, color="0.92")
     if log:
         axis.set(yscale="log", ylim=(FLOOR / 4, 2.0))
         axis.axhspan(FLOOR / 4, 4 * FLOOR, color="0.93", zorder=0)
@@ -144,19 +143,11 @@ def number(value: float) -> str:
 
 def titled(figure: Figure, title: str, axes: Sequence[Axes], published: str | None = None, columns: int = 3) -> Figure:
     """The figure with a title and one legend below all panels: the labels of `axes` and one for the published curves."""
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title)
     entries = [entry for axis in axes for entry in zip(*axis.get_legend_handles_labels(), strict=True)]
     if published:
         line = Line2D([], [], color="0.4", marker="o", markerfacecolor="white", linewidth=0.8, markersize=4)
         entries.append((line, published))
     handles, labels = zip(*entries, strict=True)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
-
-
-def mean_and_band(axis: Axes, groups: Any, style: tuple[str, str, str], label: str, size: float = 5) -> None:
-    """The mean of grouped values as a line, their least to largest as a band."""
-    marker, line, colour = style
-    mean = groups.mean()
-    axis.fill_between(mean.index, groups.min(), groups.max(), color=colour, alpha=0.15, linewidth=0)
-    axis.plot(mean.index, mean, line, marker=marker, color=colour, label=label, markersize=size)

@@ -8,14 +8,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ...probe.isolated import path_products
-from ...report.plots import STYLES, new_figure
-from ..published import published_table
+from ...report.plots import STYLES, new_figure, published_table
 from ..sweep.grid import Cell
-from ..sweep.judging import Claim
+from ..sweep.judging import Claim, unpublished
 from ._subjects import FLOOR, checkpoint_inputs, checkpoint_parameters, fresh_model, inputs_of, layer_axis, titled
 
 
-NAME = "attention-products"
 SHOWS = "residual of chained attention maps against the length of the path, in the theorem's and the published order"
 REVISION = 1
 OPTIONS = ("as_published", "checkpoint", "text", "dataset")
@@ -59,33 +57,27 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     chosen = {name: parameters[name] for name in ("samples", "seed", "center")}
     # one batch, so that the number of paths does not depend on how examples are batched
     table = path_products(model, batches[0], reverse=parameters["order"] == "reversed", **chosen)
-    return [
-        {"length_of_path": int(row.length), "path": int(row.path), "value": float(row.value)}
-        for row in table.itertuples()
-    ]
+    return table.rename(columns={"length": "length_of_path"})[["length_of_path", "path", "value"]].to_dict("records")
 
 
 def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     figure, axes = new_figure(1, 1, 8.4, 5.8)
-    axis = axes[0, 0]
-    styles = iter([*STYLES, ("P", "--", "0.2")])
+    axis, styles = axes[0, 0], iter(STYLES)
     for weights in dict.fromkeys(table.weights):
         for (order, center), title in WAYS.items():
             rows = table[(table.weights == weights) & (table.order == order) & (table.center == center)]
             if not len(rows):
                 continue
             marker, line, colour = next(styles)
-            groups = rows.groupby("length_of_path").value
-            median, low, high = (groups.quantile(level) for level in (0.5, 0.25, 0.75))
+            levels = rows.groupby("length_of_path").value.quantile([0.25, 0.5, 0.75]).unstack()
             label = f"{'fresh' if weights == 'init' else weights}: {title}"
-            axis.plot(median.index, median, line, marker=marker, color=colour, markersize=5, label=label)
-            axis.fill_between(median.index, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.plot(levels.index, levels[0.5], line + marker, color=colour, label=label)
+            axis.fill_between(levels.index, levels[0.25], levels[0.75], color=colour, alpha=0.15, linewidth=0)
     published = published_table("attention_products")
-    hollow = {"color": "0.4", "markerfacecolor": "white", "markersize": 7, "linewidth": 0.8}
     for weights, name, marker in (("init", "fresh", "o"), ("pretrained", "pretrained", "s")):
         rows = published[published.weights == weights]
         label = f"published, {name} BERT-base (read by eye)"
-        axis.plot(rows.length, rows.value, ":", marker=marker, label=label, **hollow)
+        axis.plot(rows.length, rows.value, ":" + marker, color="0.4", mfc="white", markersize=7, label=label)
     layer_axis(axis)
     axis.set(xlabel="maps in the product (length of the path)", ylabel="relative residual of the product")
     axis.set_ylim(FLOOR / 4, 1.5)
@@ -103,36 +95,33 @@ def listed(values: pd.Series) -> str:
     return ", ".join(f"{value:.2g}" for value in list(values)[:4])
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     published = published_table("attention_products").set_index(["weights", "length"]).value
     read = listed(published["init"]) + ", then the floor (read by eye)"
-    found: list[Claim] = []
     right, faulty = medians(table, "theorem", "mean"), medians(table, "reversed", "rank1")
     if len(right):
-        found += theorem_claims(right, read)
+        yield from theorem_claims(right, read)
     if len(faulty):
         other = medians(table, "theorem", "rank1")
-        found += [
-            Claim(
-                "Fault: the published code multiplies in reversed order (A_1 A_2 ... A_L) and takes the best rank-one "
-                "matrix away",
-                "Dong et al., code",
-                read,
-                f"{listed(faulty)} as published" + (f"; {listed(other)} in the theorem's order" if len(other) else ""),
-                all(0.4 < faulty[k] / published["init", k] < 2.5 for k in (1, 2, 3) if k in faulty),
-                "Required: the published numbers within a factor 2.5. At initialisation maps of all layers are alike, so "
-                "the order does not show; in a checkpoint it does.",
-            ),
-            Claim(
-                "Fault: functions.composite_norm of the published code leaves out the root, which squares every ratio",
-                "Dong et al., code",
-                f"{published['init', 1]:.2g} for k = 1",
-                f"{faulty[1]:.2g} with the root, {faulty[1] ** 2:.2g} without it",
-                bool(abs(faulty[1] - 0.16) < abs(faulty[1] ** 2 - 0.16)),
-                "Required: nearer to 0.16 with the root. The published figure was made by the other copy of that function, which has it.",
-            ),
-        ]
-    return [*found, checkpoint_claim(table, published)]
+        yield Claim(
+            "Fault: the published code multiplies in reversed order (A_1 A_2 ... A_L) and takes the best rank-one "
+            "matrix away",
+            "Dong et al., code",
+            read,
+            f"{listed(faulty)} as published" + (f"; {listed(other)} in the theorem's order" if len(other) else ""),
+            all(0.4 < faulty[k] / published["init", k] < 2.5 for k in (1, 2, 3) if k in faulty),
+            "Required: the published numbers within a factor 2.5. At initialisation maps of all layers are alike, so "
+            "the order does not show; in a checkpoint it does.",
+        )
+        yield Claim(
+            "Fault: functions.composite_norm of the published code leaves out the root, which squares every ratio",
+            "Dong et al., code",
+            f"{published['init', 1]:.2g} for k = 1",
+            f"{faulty[1]:.2g} with the root, {faulty[1] ** 2:.2g} without it",
+            abs(faulty[1] - 0.16) < abs(faulty[1] ** 2 - 0.16),
+            "Required: nearer to 0.16 with the root. The published figure was made by the other copy of that function, which has it.",
+        )
+    yield checkpoint_claim(table, published)
 
 
 def theorem_claims(right: pd.Series, read: str) -> Iterator[Claim]:
@@ -147,13 +136,11 @@ def theorem_claims(right: pd.Series, read: str) -> Iterator[Claim]:
     )
     second = right[2] / right[1]
     third = right[3] / right[2] if 3 in right else second
-    yield Claim(
+    yield unpublished(
         "A product of maps forgets by a constant factor a map, not doubly exponentially: what collapses doubly "
         "exponentially are the states of attention without skips",
-        "ours",
-        "",
         f"factors 1/{1 / second:.0f} and 1/{1 / third:.0f} for the second and third map",
-        bool(0.4 < second / third < 2.5),
+        0.4 < second / third < 2.5,
         "Required: factors within 2.5 of each other.",
     )
 
@@ -168,4 +155,4 @@ def checkpoint_claim(table: pd.DataFrame, published: pd.Series) -> Claim:
         return Claim(text, NOTEBOOK, read, "", None, why)
     name = table[table.weights == "checkpoint"].checkpoint.iloc[0]
     measured = f"{listed(rows)} ({'/'.join(Path(name).parts[-2:])}); fresh weights {listed(fresh)}"
-    return Claim(text, NOTEBOOK, read, measured, bool(rows[2] > fresh[2]), "Required: more at k = 2.")
+    return Claim(text, NOTEBOOK, read, measured, rows[2] > fresh[2], "Required: more at k = 2.")

@@ -1,6 +1,6 @@
 """A layer whose output is its next input: two points on a circle stay apart or collapse to one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from torch import nn
 from ...models import RankEncoderConfig, RankEncoderForPointRegression
 from ...report.plots import STYLES, new_figure
 from ...tasks import task_builder
+from ..drawing import BLUE
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, judge
 from ..sweep.tolerances import CIRCLE_STEPS
-from ._row_training import RowTraining, train_rows
+from ..training import RowTraining, tensors_of, train_rows
 from ._subjects import titled
 
 
-NAME = "circle"
 SHOWS = "trajectories of two points under a recurrent attention layer, without skip, with skip, with MLP, over widths"
 REVISION = 1
 OPTIONS = ("as_published",)
@@ -54,7 +54,7 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
     as_published, variant = parameters["as_published"], parameters["variant"]
     builder = task_builder("circle", separation=SEPARATION, num_examples=SEPARATION)
     rows = builder.split_sizes()["train"]
-    columns = {name: torch.from_numpy(array) for name, array in builder.sample("train", rows).items()}
+    columns = tensors_of(builder.sample("train", rows))
     points = columns["points"]
     start = points[:1].clone()
     accumulated = as_published and variant == "attention + skip"
@@ -111,45 +111,38 @@ def trajectory_figure(table: pd.DataFrame) -> Figure:
     figure, axes = new_figure(len(variants), len(widths), *size, sharex=True, sharey=True)
     rows = table[table.seed == table.seed.min()]
     turn = np.linspace(0, 2 * np.pi, 200)
-    for line, variant in zip(axes, variants, strict=True):
-        for axis, width in zip(line, widths, strict=True):
-            part = rows[(rows.variant == variant) & (rows.hidden == width)].sort_values("step")
-            axis.plot(0.3 * np.cos(turn), 0.3 * np.sin(turn), color="0.75", linewidth=0.8)
-            for name, marker, colour in (("0", "o", "#1b4f72"), ("1", "^", "#b9770e")):
-                x, y = part[f"x{name}"], part[f"y{name}"]
-                axis.plot(x, y, "-", color=colour, linewidth=0.7)
-                axis.scatter(x, y, s=9, marker=marker, color=colour, alpha=0.6, linewidth=0)
-                axis.scatter(x.iloc[:1], y.iloc[:1], s=70, marker=marker, facecolor="none", edgecolor=colour)
-            last = part.iloc[-1]
-            axis.scatter([last.x0, last.x1], [last.y0, last.y1], s=60, marker="x", color="k", zorder=5)
-            axis.set(xlim=(-0.56, 0.56), ylim=(-0.56, 0.56), aspect="equal")
-            axis.set_title(f"{variant}, d {int(width)}", fontsize=9)
-            axis.grid(True, color="0.94")
-        line[0].set_ylabel("y")
-    for axis in axes[-1]:
-        axis.set_xlabel("x")
+    panels = [(variant, width) for variant in variants for width in widths]
+    for axis, (variant, width) in zip(axes.flat, panels, strict=True):
+        part = rows[(rows.variant == variant) & (rows.hidden == width)].sort_values("step")
+        axis.plot(0.3 * np.cos(turn), 0.3 * np.sin(turn), color="0.75", linewidth=0.8)
+        for name, marker, colour in (("0", "o", BLUE), ("1", "^", "#b9770e")):
+            x, y = part[f"x{name}"], part[f"y{name}"]
+            axis.plot(x, y, marker + "-", color=colour, linewidth=0.7, markersize=3, alpha=0.6)
+            axis.plot(x.iloc[:1], y.iloc[:1], marker, color=colour, markersize=8, mfc="none")
+            axis.plot(x.iloc[-1:], y.iloc[-1:], "kx", markersize=8, zorder=5)
+        axis.set(xlim=(-0.56, 0.56), ylim=(-0.56, 0.56), aspect="equal", xlabel="x", ylabel="y")
+        axis.set_title(f"{variant}, d {int(width)}")
+        axis.label_outer()
     how = " (as published: the skip inside of the layer is in all)" if table.as_published.any() else ""
-    figure.suptitle(f"A recurrent layer on two points of a circle{how}", fontsize=11)
-    note = (
+    figure.suptitle(f"A recurrent layer on two points of a circle{how}")
+    figure.supxlabel(
         "large hollow: start; cross: after 300 steps; circles, triangles: the two points; grey: the circle to follow"
     )
-    figure.supxlabel(note, fontsize=8, color="0.3")
     return figure
 
 
 def gap_figure(table: pd.DataFrame) -> Figure:
-    variants, widths = list(dict.fromkeys(table.variant)), sorted(table.hidden.unique())
+    widths, styles = sorted(table.hidden.unique()), dict(zip(VARIANTS, STYLES, strict=False))
     figure, axes = new_figure(1, len(widths), max(8.0, 3.9 * len(widths) + 1), 4.8, sharey=True)
     for axis, width in zip(axes[0], widths, strict=True):
-        for variant, (_, line, colour) in zip(variants, STYLES, strict=False):
-            rows = table[(table.variant == variant) & (table.hidden == width)].sort_values("step")
-            for place, (_, part) in enumerate(rows.groupby("seed")):
-                label = None if place else variant
-                axis.plot(part.step + 1, part.gap.clip(lower=1e-8), line, color=colour, linewidth=1.3, label=label)
+        rows = table[table.hidden == width].sort_values("step")
+        for (variant, seed), part in rows.groupby(["variant", "seed"], sort=False):
+            _, line, colour = styles[variant]
+            label = variant if seed == table.seed.min() else None
+            axis.plot(part.step + 1, part.gap.clip(lower=1e-8), line, color=colour, linewidth=1.3, label=label)
         axis.set(xscale="log", yscale="log", xlabel="step + 1", ylim=(5e-9, max(2.0, 2 * float(table.gap.max()))))
         axis.axhspan(5e-9, 1e-7, color="0.93", zorder=0)
-        axis.set_title(f"d {int(width)}", fontsize=10)
-        axis.grid(True, color="0.92")
+        axis.set_title(f"d {int(width)}")
     axes[0, 0].set_ylabel("distance of the two points (0 drawn as 1e-8)")
     title = "Do the two points stay apart? A line for each seed; grey: equal within precision"
     return titled(figure, title, [axes[0, 0]])
@@ -175,8 +168,7 @@ CLAIMS = {
 }
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
-    found = []
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     as_published, source = bool(table.as_published.any()), "Dong et al., recurrent circle"
     start = table[table.step == 0].gap.iloc[0]
     for variant, (claim, why, why_published) in CLAIMS.items():
@@ -184,16 +176,14 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
         five, twenty, last = (rows[rows.step == step].gap for step in (5, 20, STEPS))
         together, apart = int((twenty < 1e-6).sum()), int((last > 0.1).sum())
         collapses = variant == "attention alone"
-        found.append(
-            Claim(
-                claim,
-                source,
-                "collapses" if collapses else "does not collapse",
-                f"distance (at first {start:.2f}): {five.min():.2g} to {five.max():.2g} after 5 steps, {twenty.min():.2g} to "
-                f"{twenty.max():.2g} after 20; of {len(last)} runs {together} together after 20, {apart} apart after {STEPS}",
-                together == len(twenty) if collapses else apart == len(last),
-                why_published if as_published else why,
-            )
+        yield Claim(
+            claim,
+            source,
+            "collapses" if collapses else "does not collapse",
+            f"distance (at first {start:.2f}): {five.min():.2g} to {five.max():.2g} after 5 steps, {twenty.min():.2g} to "
+            f"{twenty.max():.2g} after 20; of {len(last)} runs {together} together after 20, {apart} apart after {STEPS}",
+            together == len(twenty) if collapses else apart == len(last),
+            why_published if as_published else why,
         )
     if not as_published:
         alone = table[(table.variant == "attention alone") & (table.gap > 1e-6)]
@@ -204,5 +194,4 @@ def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
         claim = "Wider layers without a skip collapse more slowly"
         no = "All widths are there after about as many steps; which is slower depends on the seed."
         measured = f"steps until both points are one: {means}"
-        found.append(more.claim(claim, source, "slower with width", measured, no=no))
-    return found
+        yield more.claim(claim, source, "slower with width", measured, no=no)

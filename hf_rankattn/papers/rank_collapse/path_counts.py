@@ -1,6 +1,6 @@
 """The number and the length of paths through heads and skips, and a test that they add up to the output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ from transformers import BertConfig, BertModel
 from ... import theory
 from ...probe import ablate, path_terms
 from ...report.plots import STYLES, new_figure
+from ..drawing import band
 from ..sweep.grid import Cell, grid
-from ..sweep.judging import Claim
-from ._subjects import mean_and_band
+from ..sweep.judging import Claim, unpublished
 
 
-NAME = "path-counts"
 SHOWS = "the lengths of all paths through named architectures, and small networks taken apart path by path"
 REVISION = 1
 
@@ -63,13 +62,11 @@ def taken_apart(layers: int, heads: int, hidden: int, tokens: int, skip: bool, s
     model = BertModel(config, add_pooling_layer=False).double().eval()
     for parameter in model.parameters():  # fresh biases are zero and would prove nothing
         parameter.data += 0.05 * torch.randn_like(parameter)
-    batch = {"input_ids": torch.randint(1, 100, (1, tokens))}
     with ablate(model, mlp=True, norm=True, attention_skip=not skip):
-        table = path_terms(model, batch)
+        table = path_terms(model, {"input_ids": torch.randint(1, 100, (1, tokens))})
     whole = table[table.metric == "reconstruction_error"].value.item()
-    terms = table[table.source == "embeddings"]
-    rows = terms[terms.metric == "relative_residual"]
-    stray = terms[terms.metric == "row_sum_error"].value.max()
+    terms = table[table.source == "embeddings"].groupby("metric")
+    rows, stray = terms.get_group("relative_residual"), terms.get_group("row_sum_error").value.max()
     summary = {"reconstruction_error": whole, "row_sum_error": float(stray), "paths": len(rows)}
     return [
         {"length": int(k), "of_length": len(part), "relative_residual": float(part.value.mean()), **summary}
@@ -81,79 +78,66 @@ def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Left: the distribution of path lengths. Right: the residual of the paths of small networks, by length."""
     figure, axes = new_figure(1, 2, 13.0, 5.2, width_ratios=[1.25, 1.0])
     left, right = axes[0]
-    counts = table[table.kind == "counts"]
-    shapes: dict[tuple[int, int], list[str]] = {}
-    for (name, layers, heads), _ in counts.groupby(["architecture", "layers", "heads"], sort=False):
-        shapes.setdefault((int(layers), int(heads)), []).append(str(name))
-    for place, names in enumerate(shapes.values()):
-        rows = counts[counts.architecture == names[0]]
+    shapes = table[table.kind == "counts"].groupby(["layers", "heads"], sort=False)
+    for place, (_, shape) in enumerate(shapes):
+        names = list(dict.fromkeys(shape.architecture))
+        rows = shape[shape.architecture == names[0]]
         label = f"{', '.join(names)}: $10^{{{rows.log10_total.iloc[0]:.1f}}}$ paths"
-        look: dict[str, Any] = {"marker": "os^Dv<>P*X"[place % 10], "color": STYLES[place % 5][2], "markersize": 4}
-        look |= {"linestyle": "-" if place % 10 < 5 else "--", "linewidth": 1}
-        left.plot(rows.length / rows.length.max(), rows.share, label=label, **look)
+        look = "os^Dv<>P*X"[place % 10] + ("-" if place % 10 < 5 else "--")
+        colour = STYLES[place % 5][2]
+        left.plot(rows.length / rows.length.max(), rows.share, look, color=colour, linewidth=1, label=label)
     left.set(xlabel="length of path / layers", ylabel="share of all paths", xlim=(0.35, 1.02), ylim=(0, None))
-    left.legend(fontsize=7, loc="upper left")
-    left.set_title("By number, nearly all paths are long", fontsize=10)
+    left.set_title("By number, nearly all paths are long")
     terms = table[(table.kind == "terms") & table.skip.fillna(False).astype(bool)]
     for ((layers, heads), rows), style in zip(terms.groupby(["layers", "heads"]), STYLES, strict=False):
         label = f"{int(layers)} layers of {int(heads)} heads: {int(rows.paths.iloc[0])} paths"
-        mean_and_band(right, rows.groupby("length").relative_residual, style, label, size=6)
+        band(right, rows.groupby("length").relative_residual, style, label)
     right.set(yscale="log", xlabel="length of path", ylabel="relative residual of a path's term (mean)")
     right.xaxis.get_major_locator().set_params(integer=True)
-    right.legend(fontsize=8, loc="lower left")
-    right.set_title("The longer a path, the less rank it carries (attention with skips)", fontsize=10)
+    right.set_title("The longer a path, the less rank it carries (attention with skips)")
     for axis in (left, right):
-        axis.grid(True, color="0.92")
+        axis.legend()
     return {"path-counts": figure}
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     counts = table[table.kind == "counts"]
-    found = []
     for name, published in PUBLISHED.items():
         rows = counts[counts.architecture == name].set_index("length")
         first, depth = rows.iloc[0], int(rows.index.max())
         shares = ", ".join(f"p({k}) = {rows.share[k]:.4f}" for k in ((11, 12) if name == "bert-base" else (depth,)))
         short = rows.share[rows.index <= depth / 2].sum()
-        found.append(
-            Claim(
-                f"{name}: by number, nearly all paths are long; short ones matter only by what they carry",
-                "Dong et al., plot of path lengths",
-                published,
-                f"10^{first.log10_total:.2f} paths, mean {first['mean']:.4f}, {shares}; {short:.1e} through half of the "
-                "layers or fewer",
-                bool(abs(rows.share.sum() - 1) < 1e-12 and short < 0.1),
-                "Required: less than a tenth of the paths through half of the layers. Counts are binomial in closed form; "
-                "published values are read off the same formula.",
-            )
+        yield Claim(
+            f"{name}: by number, nearly all paths are long; short ones matter only by what they carry",
+            "Dong et al., plot of path lengths",
+            published,
+            f"10^{first.log10_total:.2f} paths, mean {first['mean']:.4f}, {shares}; {short:.1e} through half of the "
+            "layers or fewer",
+            abs(rows.share.sum() - 1) < 1e-12 and short < 0.1,
+            "Required: less than a tenth of the paths through half of the layers. Counts are binomial in closed form; "
+            "published values are read off the same formula.",
         )
     terms = table[table.kind == "terms"]
     for skip, rows in terms.groupby("skip"):
         right = bool((rows.paths == (rows.heads + (1 if skip else 0)) ** rows.layers).all())
         error, stray = rows.reconstruction_error.max(), rows.row_sum_error.max()
-        found.append(
-            Claim(
-                f"The output of attention layers {'with' if skip else 'without'} skips is the sum of its paths, each with "
-                "a map whose rows sum to one",
-                "Dong et al., Theorem 2.1",
-                "exact",
-                f"{', '.join(str(int(count)) for count in rows.paths.unique())} paths; relative error at most {error:.0e}, "
-                f"row sums off by {stray:.0e} (float64)",
-                right and bool(error < 1e-12 and stray < 1e-12),
-                "Required: below 1e-12.",
-            )
+        yield Claim(
+            f"The output of attention layers {'with' if skip else 'without'} skips is the sum of its paths, each with "
+            "a map whose rows sum to one",
+            "Dong et al., Theorem 2.1",
+            "exact",
+            f"{', '.join(str(int(count)) for count in rows.paths.unique())} paths; relative error at most {error:.0e}, "
+            f"row sums off by {stray:.0e} (float64)",
+            right and bool(error < 1e-12 and stray < 1e-12),
+            "Required: below 1e-12.",
         )
     with_skip = terms[terms.skip.astype(bool)]
     curve = with_skip[with_skip.layers == with_skip.layers.iloc[0]].groupby("length").relative_residual.mean()
     listed = ", ".join(f"{value:.2g}" for value in curve)
-    found.append(
-        Claim(
-            "With skips, a path has the less rank the more heads it goes through",
-            "Dong et al., Section 3, paths",
-            "",
-            f"{listed} for lengths 0 to {int(curve.index.max())}",
-            bool(curve.is_monotonic_decreasing),
-            "Required: less at every length.",
-        )
+    yield unpublished(
+        "With skips, a path has the less rank the more heads it goes through",
+        f"{listed} for lengths 0 to {int(curve.index.max())}",
+        curve.is_monotonic_decreasing,
+        "Required: less at every length.",
+        "Dong et al., Section 3, paths",
     )
-    return found

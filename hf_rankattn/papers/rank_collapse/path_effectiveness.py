@@ -12,17 +12,16 @@ from transformers import PreTrainedModel
 
 from ...models import RankEncoderConfig, RankEncoderForTokenClassification
 from ...probe import isolated_paths, path_lengths
-from ...report.plots import STYLES, new_figure
+from ...report.plots import STYLES, new_figure, published_table
 from ...tasks import task_baselines, task_builder
-from ..published import published_table
+from ..drawing import band
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, every, judge, not_testable
 from ..sweep.tolerances import ACCURACY, ALL_PATHS, PATH_ACCURACY, REFERENCE
-from ._row_training import RowTraining, train_rows
-from ._subjects import mean_and_band, titled
+from ..training import RowTraining, tensors_of, train_rows
+from ._subjects import titled
 
 
-NAME = "path-effectiveness"
 SHOWS = "accuracy on sorting, hulls and memorization of single paths and of exact parts of the output, by path length"
 REVISION = 1
 OPTIONS = ("as_published",)
@@ -117,10 +116,10 @@ def path_rows(
     chosen = {"repetitions": parameters["repetitions"], "mlp": parameters["use_mlp"], "seed": parameters["seed"]}
     for count in parameters["paths"]:
         table = isolated_paths(model, scored, count, **chosen)
-        means = table.groupby(["length", "repetition", "metric"]).value.mean().unstack()
-        for (length, repetition), row in means.iterrows():
-            labels = {"way": "isolated", "drawn": count, "length": int(length), "repetition": int(repetition)}
-            rows.append({**labels, "accuracy": row.accuracy, "relative_residual": row.relative_residual})
+        means = table.groupby(["length", "repetition", "metric"]).value.mean().unstack().reset_index()
+        found = means.astype({"length": int}).assign(way="isolated", drawn=count)
+        names = ["way", "drawn", "length", "repetition", "accuracy", "relative_residual"]
+        rows += found[names].to_dict("records")
     table = path_lengths(model, scored, loss=True)
     means = table.dropna(subset="length").groupby(["length", "metric"]).value.mean().unstack()
     for length, row in means.iterrows():
@@ -128,12 +127,12 @@ def path_rows(
         for cut in ("only", "up_to"):
             scores = {"accuracy": row[f"accuracy_{cut}"], "loss": row[f"loss_{cut}"]}
             rows.append({"way": cut, "length": int(length), **scores, **shared})
-    return [{name: float(v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
+    return rows
 
 
 def rows_of(builder: Any, split: str, rows: int) -> dict[str, torch.Tensor]:
     """Rows as tensors, without rows of a single token, which have no residual (a text may end in one)."""
-    columns = {name: torch.from_numpy(array) for name, array in builder.sample(split, rows).items()}
+    columns = tensors_of(builder.sample(split, rows))
     if "attention_mask" not in columns:
         return columns
     kept = columns["attention_mask"].sum(-1) > 1
@@ -173,24 +172,20 @@ def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
         rows = table[table.task == task]
         isolated = rows[rows.way == "isolated"].groupby("drawn")
         for (drawn, part), style in zip(isolated, STYLES, strict=False):
-            mean_and_band(upper, part.groupby("length").accuracy, style, f"{int(drawn)} paths, each by itself")
+            band(upper, part.groupby("length").accuracy, style, f"{int(drawn)} paths, each by itself")
         names = {"up_to": "all paths up to this length", "only": "paths of this length alone"}
         for (way, name), style in zip(names.items(), STYLES[2:4], strict=True):
-            mean_and_band(lower, rows[rows.way == way].groupby("length").accuracy, style, name)
+            band(lower, rows[rows.way == way].groupby("length").accuracy, style, name)
         for axis in (upper, lower):
             reference_lines(axis, rows, published.loc[task], BASELINES[task])
-            axis.grid(True, color="0.93")
             axis.set_ylim(0, 1.08)
-        first = rows.iloc[0]
+        first, seeds = rows.iloc[0], f"{rows.seed.nunique()} seed(s)"
+        shape = f"{int(first.layers)} layers of {int(first.heads)} heads, d {int(first.hidden)}"
         mlp = ", MLPs" if first.use_mlp else ""
-        upper.set_title(
-            f"{task.replace('_', ' ')}\n{int(first.layers)} layers of {int(first.heads)} heads, d {int(first.hidden)}{mlp}, "
-            f"lr {first.learning_rate:g}, {rows.seed.nunique()} seed(s)",
-            fontsize=9,
-        )
+        upper.set_title(f"{task.replace('_', ' ')}\n{shape}{mlp}, lr {first.learning_rate:g}, {seeds}")
         lower.set_xlabel("length of paths (heads on the way)")
-    axes[0, 0].set_ylabel("accuracy\nisolated paths, as published", fontsize=9)
-    axes[1, 0].set_ylabel("accuracy\nexact parts of the output", fontsize=9)
+    for axis, what in zip(axes[:, 0], ("isolated paths, as published", "exact parts of the output"), strict=True):
+        axis.set_ylabel(f"accuracy\n{what}")
     title = "What paths of each length are worth (mean; band: least to largest over seeds and draws)"
     return {"path-effectiveness": titled(figure, title, list(axes[:, 0]), columns=4)}
 
@@ -214,12 +209,11 @@ def reference_lines(axis: Axes, rows: pd.DataFrame, published: pd.Series, baseli
     axis.set_xticks(range(int(longest) + 1))
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     published = published_table("path_effectiveness").set_index("task")
-    found: list[Claim] = []
     for task, rows in table.groupby("task", sort=False):
-        found += [*task_claims(str(task), rows, published.loc[task]), exact_claim(str(task), rows)]
-    return found
+        yield from task_claims(str(task), rows, published.loc[task])
+        yield exact_claim(str(task), rows)
 
 
 def listed(values: pd.Series) -> str:
@@ -298,10 +292,9 @@ def exact_claim(task: str, rows: pd.DataFrame) -> Claim:
     enough = int((cut >= cut.iloc[-1] - ALL_PATHS).idxmax())
     by_seed = rows[rows.way == "up_to"].pivot(index="seed", columns="length", values="accuracy")
     loss = by_seed[by_seed.columns.max()] - by_seed[half]
-    return judge(f"accuracy of all paths minus that of lengths up to {half}", loss, most=ALL_PATHS).claim(
+    return judge(f"accuracy of all paths minus that of lengths up to {half}", loss, most=ALL_PATHS).unpublished(
         f"{title_of(task)}, exact parts of the output: paths through at most half of the layers are as good as all",
         "Dong et al., Theorem 2.1 (on the published tasks; ours)",
-        "",
         f"accuracy {listed(cut)} when lengths up to 0, 1, ... are kept: all there from length {enough} on; lengths up to "
         f"{half} make up {share.loc[:half].sum():.0%} of the output",
         "The published experiment runs each path as a network of its own, which is no term of the decomposition.",

@@ -15,8 +15,7 @@ from ...probe import ablate, layer_bounds, measure_collapse
 from ...probe.collapse import VARIANTS
 from ...probe.survey import possible_variants
 from ...report.plots import VARIANTS as LOOKS
-from ...report.plots import literal, new_figure
-from ..published import published_table
+from ...report.plots import literal, new_figure, published_table
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, every, judge
 from ..sweep.tolerances import RESIDUAL, TRICK
@@ -36,7 +35,6 @@ from ._subjects import (
 )
 
 
-NAME = "residuals"
 SHOWS = "relative residual by layer in four variants: BERT, ALBERT, XLNet, every other family, and any checkpoint"
 REVISION = 1
 OPTIONS = ("as_published", "checkpoint", "text", "dataset")
@@ -106,17 +104,17 @@ def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
         options = {"dtype": "float64", **fields}
     model = fresh_model(family, shape, seed, **options)
     batches = inputs_of(model.config, "ids", **sizes)
+    if kind == "bounds":
+        return bounds(model, batches)
     if kind == "rate":
         return curves(model, batches, ["san", "san+mlp"])
     if kind == "family":
         row = family_of(model)
         facts = {"title": row.name, "causal": bool(row.causal(model.config))}
         return curves(model, batches, possible_variants(model, batches[0]), facts)
-    if kind == "no values":  # heads that add nothing: the residual after all layers is that of the input
-        for layer in layers_of(model):
-            layer.attention.self.value.weight.data.zero_()  # type: ignore[union-attr,operator]
-        return curves(model, batches, ["san+skip"])
-    return bounds(model, batches)
+    for layer in layers_of(model):  # heads that add nothing: the residual after all layers is that of the input
+        layer.attention.self.value.weight.data.zero_()  # type: ignore[union-attr,operator]
+    return curves(model, batches, ["san+skip"])
 
 
 def initial_curves(parameters: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -171,41 +169,26 @@ def published_curve(model: str, weights: str, variant: str) -> pd.Series:
 def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """Filled markers are ours; hollow ones are read off the published figures."""
     found = {f"residuals-init-{inputs}": initial_figure(table, inputs) for inputs in ("ids", "text")}
-    found["residuals-pretrained"] = pretrained_figure()
-    if (table.kind == "checkpoint").any():
-        found["residuals-checkpoint"] = checkpoint_figure(table[table.kind == "checkpoint"])
+    figure, axes = new_figure(1, 3, 12.6, 4.6, sharey=True)
+    for axis, (model, name) in zip(axes[0], NAMES.items(), strict=True):
+        draw_curves(axis, f"{name}, pretrained", table[:0], (model, "pretrained"))
+    title = "Published values of pretrained models (mean of 32 texts; ALBERT with the identity trick)"
+    found["residuals-pretrained"] = titled(figure, title, [axes[0, 0]], columns=4)
+    given = table[table.kind == "checkpoint"]
+    if len(given):
+        figure, axes = new_figure(1, 1, 8.4, 5.0)
+        family = str(given.model_type.iloc[0]).removeprefix("rank_")
+        read = (family, "pretrained") if family in NAMES else None
+        title = f"Do tokens stay apart? {literal(given.title.iloc[0])} on {literal(given.source.iloc[0])}"
+        draw_curves(axes[0, 0], "", given, read)
+        note = f"published: {NAMES[family]}-base, pretrained" if read else None
+        found["residuals-checkpoint"] = titled(figure, title, [axes[0, 0]], note)
     if (table.kind == "family").any():
         found["residuals-families"] = family_figure(table[table.kind == "family"])
         found["residuals-rates"] = exponents_figure(table)
+    for figure in found.values():
+        figure.supylabel(AXIS)
     return found
-
-
-def draw_curves(axis: Axes, rows: pd.DataFrame) -> None:
-    """One line for each variant: mean over seeds, band over texts and seeds."""
-    for variant, (name, line, marker, colour) in LOOKS.items():
-        for tricked in ("", TRICKED):
-            layers = rows[rows.variant == variant + tricked].groupby("layer")
-            if not len(layers):
-                continue
-            look: dict[str, Any] = {"marker": marker, "markersize": 5, "label": name}
-            if tricked:
-                look = {
-                    "marker": "+",
-                    "markersize": 7,
-                    "linewidth": 0.9,
-                    "label": f"{name} (MLP by the identity trick)",
-                }
-            found = layers.agg({"value": "mean", "low": "min", "high": "max"}).clip(lower=FLOOR / 4)
-            axis.fill_between(found.index, found.low, found.high, color=colour, alpha=0.12, linewidth=0)
-            axis.plot(found.index, found.value, line, color=colour, **look)
-
-
-def draw_published(axis: Axes, model: str, weights: str, variants: Sequence[str] = tuple(LOOKS)) -> None:
-    for variant in variants:
-        _, line, marker, _ = LOOKS[variant]
-        curve = published_curve(model, weights, variant)
-        hollow: dict[str, Any] = {"marker": marker, "markerfacecolor": "white", "markersize": 4}
-        axis.plot(curve.index, curve, line, color="0.4", linewidth=0.8, **hollow)
 
 
 def initial_figure(table: pd.DataFrame, inputs: str) -> Figure:
@@ -213,18 +196,10 @@ def initial_figure(table: pd.DataFrame, inputs: str) -> Figure:
     rows = table[(table.kind == "init") & (table.inputs == inputs)]
     models = list(dict.fromkeys(rows.model))
     figure, axes = new_figure(2, len(models), 4.2 * len(models), 7.6, sharey="row")
-    panels = (("attention skips removed", ("san", "san+mlp")), ("skips kept", ("san+skip", "transformer")))
-    for column, model in zip(axes.T, models, strict=True):
-        own = rows[rows.model == model]
-        for axis, (title, variants) in zip(column, panels, strict=True):
-            draw_curves(axis, own[own.variant.str.removesuffix(TRICKED).isin(variants)])
-            draw_published(axis, model, "init", variants)
-            axis.set_title(f"{NAMES[model]}: {title}", fontsize=10)
-        layer_axis(column[0])
-        layer_axis(column[1], log=False)
-        column[1].set_ylim(0, 1.1)
-    for axis in axes[:, 0]:
-        axis.set_ylabel(AXIS, fontsize=9)
+    for (upper, lower), model in zip(axes.T, models, strict=True):
+        own, read = rows[rows.model == model], (model, "init")
+        draw_curves(upper, f"{NAMES[model]}: attention skips removed", own, read, ("san", "san+mlp"))
+        draw_curves(lower, f"{NAMES[model]}: skips kept", own, read, ("san+skip", "transformer"), log=False)
     first = rows.iloc[0]
     how = "as published" if rows.as_published.any() else "all variants of a seed are one model"
     what = {"ids": "random ids", "text": "words of a text"}[inputs]
@@ -236,52 +211,48 @@ def initial_figure(table: pd.DataFrame, inputs: str) -> Figure:
     return titled(figure, title, list(axes[:, models.index("albert")]), note)
 
 
-def pretrained_figure() -> Figure:
-    """The published curves of pretrained models. A new computation needs the published weights."""
-    figure, axes = new_figure(1, 3, 12.6, 4.6, sharey=True)
-    for axis, (model, title) in zip(axes[0], NAMES.items(), strict=True):
-        for variant, (name, line, marker, colour) in LOOKS.items():
-            curve = published_curve(model, "pretrained", variant)
-            axis.plot(curve.index, curve, line, marker=marker, color=colour, markerfacecolor="white", label=name)
-        layer_axis(axis)
-        axis.set_title(f"{title}, pretrained", fontsize=10)
-    axes[0, 0].set_ylabel(AXIS, fontsize=9)
-    title = "Published values of pretrained models (mean of 32 texts; ALBERT with the identity trick)"
-    return titled(figure, title, [axes[0, 0]], columns=4)
-
-
-def checkpoint_figure(rows: pd.DataFrame) -> Figure:
-    figure, axes = new_figure(1, 1, 8.4, 5.0)
-    axis, published = axes[0, 0], None
-    draw_curves(axis, rows)
-    family = str(rows.model_type.iloc[0]).removeprefix("rank_")
-    if family in NAMES:
-        draw_published(axis, family, "pretrained")
-        published = f"published: {NAMES[family]}-base, pretrained"
-    layer_axis(axis)
-    axis.set_ylabel(AXIS, fontsize=9)
-    title = f"Do tokens stay apart? {literal(rows.title.iloc[0])} on {literal(rows.source.iloc[0])}"
-    return titled(figure, title, [axis], published)
+def draw_curves(
+    axis: Axes,
+    title: str,
+    rows: pd.DataFrame,
+    published: tuple[str, str] | None = None,
+    variants: Sequence[str] = tuple(LOOKS),
+    log: bool = True,
+) -> None:
+    """A line for each variant: mean over seeds, band over texts and seeds; hollow markers are the published curve."""
+    for variant in variants:
+        name, line, marker, colour = LOOKS[variant]
+        trick: dict[str, Any] = {"label": f"{name} (MLP by the identity trick)", "linewidth": 0.9, "markersize": 7}
+        for how, look in (("", {"marker": marker, "label": name}), (TRICKED, {"marker": "+", **trick})):
+            layers = rows[rows.variant == variant + how].groupby("layer")
+            found = layers.agg({"value": "mean", "low": "min", "high": "max"}).clip(lower=FLOOR / 4)
+            axis.fill_between(found.index, found.low, found.high, color=colour, alpha=0.12, linewidth=0)
+            if len(found):
+                axis.plot(found.index, found.value, line, color=colour, **look)
+        if published:
+            curve = published_curve(*published, variant)
+            shown: dict[str, Any] = (
+                {"color": "0.4", "linewidth": 0.8} if len(rows) else {"color": colour, "label": name}
+            )
+            axis.plot(curve.index, curve, line, marker=marker, markerfacecolor="white", markersize=4, **shown)
+    layer_axis(axis, log)
+    if not log:
+        axis.set_ylim(0, 1.1)
+    axis.set_title(title)
 
 
 def family_figure(rows: pd.DataFrame) -> Figure:
     """A small panel for each family with fresh weights."""
-    models = list(dict.fromkeys(rows.model))
+    models = dict.fromkeys(rows.model)
     lines = -(-len(models) // 4)
     figure, axes = new_figure(lines, 4, 12.6, 2.6 * lines + 1.2)
     for axis in axes.flat[len(models) :]:
         axis.set_visible(False)
     for axis, model in zip(axes.flat, models, strict=False):
         part = rows[rows.model == model]
-        draw_curves(axis, part)
-        fewer = part.variant.nunique() < 4
-        layer_axis(axis, log=not fewer)
-        if fewer:
-            axis.set_ylim(0, 1.1)
-        causal, note = part.causal.iloc[0], "\n(skips cannot be removed; linear axis)"
-        axis.set_title(f"{part.title.iloc[0]}{', causal' if causal else ''}{note if fewer else ''}", fontsize=9)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("relative residual", fontsize=9)
+        whole, causal = part.variant.nunique() == 4, ", causal" if part.causal.iloc[0] else ""
+        note = "" if whole else "\n(skips cannot be removed; linear axis)"
+        draw_curves(axis, f"{part.title.iloc[0]}{causal}{note}", part, log=whole)
     first = rows.iloc[0]
     title = (
         f"Every family with fresh weights ({first['shape']} shape, {int(first.examples)} x {int(first.length)} random tokens, "
@@ -290,12 +261,15 @@ def family_figure(rows: pd.DataFrame) -> Figure:
     return titled(figure, title, [axes[0, 0]], columns=4)
 
 
-def claims(table: pd.DataFrame, scale: str) -> Sequence[Claim]:
+def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     fresh = table[table.kind == "init"]
-    found = [*initial_claims(fresh), *albert_claims(fresh)]
+    yield from initial_claims(fresh)
+    yield from albert_claims(fresh)
     if (table.kind == "rate").any():
-        found += [*rate_claims(table), *theory_claims(table)]
-    return [*found, *pretrained_claims(), *checkpoint_claims(table[table.kind == "checkpoint"])]
+        yield from rate_claims(table)
+        yield from theory_claims(table)
+    yield from pretrained_claims()
+    yield from checkpoint_claims(table[table.kind == "checkpoint"])
 
 
 def rows_of(fresh: pd.DataFrame, model: str, variant: str, inputs: str = "ids") -> pd.DataFrame:
@@ -326,7 +300,7 @@ def initial_claims(fresh: pd.DataFrame) -> Iterator[Claim]:
             FIGURE,
             f"{number(theirs[0])} at the input, {number(theirs[1])} after layer 1, {number(theirs[2])} after layer 2",
             f"{', '.join(map(number, ids[:3]))} (random ids); {', '.join(map(number, text[:3]))} (text)",
-            bool(late.value.max() < 1e-5),
+            late.value.max() < 1e-5,
             "Required: below 1e-5 from layer 4 on, in every seed.",
         )
         ends = [last_residuals(fresh, model, variant) for variant in (f"san+skip{how}", "transformer")]
@@ -350,7 +324,7 @@ def initial_claims(fresh: pd.DataFrame) -> Iterator[Claim]:
         "Dong et al., Corollary 3.2 and plot of residuals",
         ", ".join(f"{name} {a:.4f} and {b:.4f}" for name, (a, b) in published_mlps.items()),
         ", ".join(f"{name} {number(a)} and {number(b)}" for name, (a, b) in mlps.items()),
-        bool(all(b > 1.5 * a for a, b in mlps.values())),
+        all(b > 1.5 * a for a, b in mlps.values()),
         "Required: 1.5 times as large in each. The corollary allows MLPs to slow collapse; fresh ones do not. Both end at "
         "the floor in the same layer.",
     )
@@ -381,7 +355,7 @@ def albert_claims(fresh: pd.DataFrame) -> Iterator[Claim]:
         "Dong et al., code",
         f"BERT's four curves start at {min(theirs):.3f} to {max(theirs):.3f}",
         f"largest difference of two variants at the input: {spread:.2g}",
-        bool(spread > 1e-3 if as_published else spread == 0),
+        spread > 1e-3 if as_published else spread == 0,
         "Required: more than 1e-3. As published."
         if as_published
         else "Required: 0. Here all variants of a seed are one model.",
@@ -409,7 +383,7 @@ def pretrained_claims() -> Iterator[Claim]:
         "Dong et al., Corollary 3.2 and plot of residuals",
         "MLPs counteract collapse",
         ", ".join(f"{name} {a} of {b}" for name, (a, b) in slower.items()) + " (of the published values themselves)",
-        bool(all(a > b / 2 for a, b in slower.values())),
+        all(a > b / 2 for a, b in slower.values()),
         "Required: in most layers of each. Weights were trained with skips, so this may say more about taking them away than "
         "about MLPs.",
     )

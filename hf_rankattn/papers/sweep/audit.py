@@ -1,25 +1,9 @@
 """The audit: every numbered claim, theorem and figure of the three papers, with the verdicts of the experiments."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ...report.verdicts import count_verdicts
 from .judging import Claim
-
-
-@dataclass(frozen=True)
-class Statement:
-    """Something that a paper states.
-
-    Args:
-        name: Its number or place in the paper, and a short summary.
-        sources: The `source` of a claim on this statement starts with one of these.
-        untested: Why no experiment has a claim on it.
-    """
-
-    name: str
-    sources: tuple[str, ...] = ()
-    untested: str = ""
 
 
 AMSEL = "Amsel, Yehudai and Bruna (2024), On the Benefits of Rank in Attention Layers"
@@ -27,71 +11,70 @@ DONG = "Dong, Cordonnier and Loukas (2021), Attention is not all you need"
 BARRIER = "On the Limitation and Redundancy of Transformers: A Rank Perspective (submissions of 2025 and 2026)"
 OURS = "Beyond the papers"
 
-STATEMENTS: dict[str, tuple[Statement, ...]] = {
-    AMSEL: (
-        Statement("Fact 1: one full-rank head is enough", ("Amsel et al., Fact 1",)),
-        Statement("Theorem 2: low-rank heads must be many", ("Amsel et al., Theorem 2",)),
-        Statement("Theorem 4: exponential separation for biased neighbours", ("Amsel et al., Theorem 4",)),
-        Statement(
-            "Theorem 7: two layers repair rank one for two points",
-            ("Amsel et al., Theorem 7", "Amsel et al., Section 6"),
-        ),
-        Statement("Conjecture 8: no fixed low-rank model for all N", ("Amsel et al., Conjecture 8",)),
-        Statement("Figure: error against rank, by depth and budget", ("Amsel et al., error against rank",)),
-        Statement("Figure: error against rank, by number of points", ("Amsel et al., context length",)),
-        Statement("Figure: positional encodings", ("Amsel et al., positional encodings",)),
-        Statement("Figure: learned bilinear forms", ("Amsel et al., learned forms",)),
-        Statement("Figure: random features", ("Amsel et al., random features",)),
-        Statement("Figure: the function u", ("Amsel et al., plot of u",)),
-        Statement(
-            "In-context linear regression, and N = 32 (appendices of the later version)",
-            untested="Neither text, code nor numbers were at hand; the tasks here are those of the code.",
-        ),
-        Statement("Code", ("Amsel et al., code",)),
+# Paper -> statement, its number or place and a short summary -> what the `source` of each claim on it starts with. A statement
+# without a claim has no source, and UNTESTED says why.
+STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
+    AMSEL: {
+        "Fact 1: one full-rank head is enough": ("Amsel et al., Fact 1",),
+        "Theorem 2: low-rank heads must be many": ("Amsel et al., Theorem 2",),
+        "Theorem 4: exponential separation for biased neighbours": ("Amsel et al., Theorem 4",),
+        "Theorem 7: two layers repair rank one for two points": ("Amsel et al., Theorem 7", "Amsel et al., Section 6"),
+        "Conjecture 8: no fixed low-rank model for all N": ("Amsel et al., Conjecture 8",),
+        "Figure: error against rank, by depth and budget": ("Amsel et al., error against rank",),
+        "Figure: error against rank, by number of points": ("Amsel et al., context length",),
+        "Figure: positional encodings": ("Amsel et al., positional encodings",),
+        "Figure: learned bilinear forms": ("Amsel et al., learned forms",),
+        "Figure: random features": ("Amsel et al., random features",),
+        "Figure: the function u": ("Amsel et al., plot of u",),
+        "In-context linear regression, and N = 32 (appendices of the later version)": (),
+        "Code": ("Amsel et al., code",),
+    },
+    DONG: {
+        "Theorem 2.1: the output is the sum of its paths": ("Dong et al., Theorem 2.1",),
+        "Theorem 2.2: one layer cubes the residual": ("Dong et al., Theorem 2.2",),
+        "Theorem 2.3: doubly exponential collapse, many heads": ("Dong et al., Theorem 2.3",),
+        "Section 3: many paths, of which short ones carry the power": ("Dong et al., Section 3, paths",),
+        "Claim 3.1: skips stop it": ("Dong et al., Claim 3.1",),
+        "Corollary 3.2: MLPs slow it down": ("Dong et al., Corollary 3.2",),
+        "Section 3: layer normalisation plays no role": ("Dong et al., Section 3, layer normalisation",),
+        "Figure: sketch of paths": (),
+        "Figure: path effectiveness": ("Dong et al., plot of path effectiveness",),
+        "Figure: recurrent circle": ("Dong et al., recurrent circle",),
+        "Figure: residuals in BERT, ALBERT and XLNet": ("Dong et al., plot of residuals",),
+        "Figure: path lengths": ("Dong et al., plot of path lengths",),
+        "Notebook: products of attention maps": ("Dong et al., notebook",),
+        "Code": ("Dong et al., code",),
+    },
+    BARRIER: {
+        "Theorem 1: the low-rank barrier": ("A Rank Perspective, Theorem 1",),
+        "Lemma 1: softmax is near hardmax": ("A Rank Perspective, Lemma 1",),
+        "Section 2.1: rank against head dimension": ("A Rank Perspective, Section 2.1",),
+        "Model reduction: saturation from Omega(log n)": ("A Rank Perspective, model reduction",),
+        "Accuracy saturates where rank does": ("A Rank Perspective, accuracy",),
+        "The same for MLA": ("A Rank Perspective, MLA",),
+        "Initialised models": ("A Rank Perspective, initialised models",),
+        "Runs on IMDB, CIFAR-10, CIFAR-100 and SVHN": (),
+        "Remarks of reviewers": ("A Rank Perspective, a reviewer",),
+    },
+    OURS: {"Laws and measurements of this package": ("ours",), "Other papers": ("Lee, 2604.04384",)},
+}
+UNTESTED = {
+    "In-context linear regression, and N = 32 (appendices of the later version)": (
+        "Neither text, code nor numbers were at hand; the tasks here are those of the code."
     ),
-    DONG: (
-        Statement("Theorem 2.1: the output is the sum of its paths", ("Dong et al., Theorem 2.1",)),
-        Statement("Theorem 2.2: one layer cubes the residual", ("Dong et al., Theorem 2.2",)),
-        Statement("Theorem 2.3: doubly exponential collapse, many heads", ("Dong et al., Theorem 2.3",)),
-        Statement("Section 3: many paths, of which short ones carry the power", ("Dong et al., Section 3, paths",)),
-        Statement("Claim 3.1: skips stop it", ("Dong et al., Claim 3.1",)),
-        Statement("Corollary 3.2: MLPs slow it down", ("Dong et al., Corollary 3.2",)),
-        Statement("Section 3: layer normalisation plays no role", ("Dong et al., Section 3, layer normalisation",)),
-        Statement("Figure: sketch of paths", untested="A drawing; nothing is measured in it."),
-        Statement("Figure: path effectiveness", ("Dong et al., plot of path effectiveness",)),
-        Statement("Figure: recurrent circle", ("Dong et al., recurrent circle",)),
-        Statement("Figure: residuals in BERT, ALBERT and XLNet", ("Dong et al., plot of residuals",)),
-        Statement("Figure: path lengths", ("Dong et al., plot of path lengths",)),
-        Statement("Notebook: products of attention maps", ("Dong et al., notebook",)),
-        Statement("Code", ("Dong et al., code",)),
-    ),
-    BARRIER: (
-        Statement("Theorem 1: the low-rank barrier", ("A Rank Perspective, Theorem 1",)),
-        Statement("Lemma 1: softmax is near hardmax", ("A Rank Perspective, Lemma 1",)),
-        Statement("Section 2.1: rank against head dimension", ("A Rank Perspective, Section 2.1",)),
-        Statement("Model reduction: saturation from Omega(log n)", ("A Rank Perspective, model reduction",)),
-        Statement("Accuracy saturates where rank does", ("A Rank Perspective, accuracy",)),
-        Statement("The same for MLA", ("A Rank Perspective, MLA",)),
-        Statement("Initialised models", ("A Rank Perspective, initialised models",)),
-        Statement(
-            "Runs on IMDB, CIFAR-10, CIFAR-100 and SVHN",
-            untested="They need downloads, and sizes and tolerances are not published: `head-dim-learning --dataset cifar10` "
-            "runs the closest thing where there is a network, digits stand in without one.",
-        ),
-        Statement("Remarks of reviewers", ("A Rank Perspective, a reviewer",)),
-    ),
-    OURS: (
-        Statement("Laws and measurements of this package", ("ours",)),
-        Statement("Other papers", ("Lee, 2604.04384",)),
+    "Figure: sketch of paths": "A drawing; nothing is measured in it.",
+    "Runs on IMDB, CIFAR-10, CIFAR-100 and SVHN": (
+        "They need downloads, and sizes and tolerances are not published: `head-dim-learning --dataset cifar10` "
+        "runs the closest thing where there is a network, digits stand in without one."
     ),
 }
 
 
-def statement_of(claim: Claim) -> tuple[str, Statement]:
+def statement_of(claim: Claim) -> tuple[str, str]:
     """The paper and the statement that a claim is about."""
     for paper, statements in STATEMENTS.items():
-        for statement in statements:
-            if claim.source.startswith(statement.sources):
+        for statement, sources in statements.items():
+            if claim.source.startswith(sources):
                 return paper, statement
     raise ValueError(
         f"no statement of a paper has the source {claim.source!r}: add it to STATEMENTS, or name one of those."
@@ -105,19 +88,18 @@ def audit_markdown(claims: Sequence[tuple[str, Claim]], complete: bool) -> str:
         claims: Pairs of the name of an experiment and a claim of it.
         complete: Whether every experiment has been run. Then a statement without a claim has a row with the reason.
     """
-    found: dict[tuple[str, Statement], list[tuple[str, Claim]]] = {}
-    for name, claim in claims:
-        found.setdefault(statement_of(claim), []).append((name, claim))
+    of_claims = [statement_of(claim) for _, claim in claims]
     lines, untested = [], 0
     for paper, statements in STATEMENTS.items():
         rows = []
         for statement in statements:
-            for name, claim in found.get((paper, statement), ()):
+            found = [pair for pair, of in zip(claims, of_claims, strict=True) if of == (paper, statement)]
+            for name, claim in found:
                 numbers = (claim.published, claim.measured, claim.verdict, claim.why)
-                rows.append(row_of(statement.name, claim.claim, f"`{name}`", *numbers))
-            if complete and (paper, statement) not in found:
-                why = statement.untested or "No experiment of this run has a claim on it."
-                rows.append(row_of(statement.name, "", "", "", "", "not testable", why))
+                rows.append(row_of(statement, claim.claim, f"`{name}`", *numbers))
+            if complete and not found:
+                why = UNTESTED.get(statement, "No experiment of this run has a claim on it.")
+                rows.append(row_of(statement, "", "", "", "", "not testable", why))
                 untested += 1
         if rows:
             lines += [f"| **{paper}** | | | | | | |", *rows]

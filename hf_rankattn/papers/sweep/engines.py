@@ -90,6 +90,30 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@contextmanager
+def worker_pool(count: int, killed: str, begin: Callable[..., None], *given: Any) -> Iterator[ProcessPoolExecutor]:
+    """Processes of one thread each. An error inside ends them at once.
+
+    Args:
+        count: How many.
+        killed: The rest of the error message if one of them is killed.
+        begin, given: What a process calls when it starts, and with what.
+    """
+    others = set(active_children())
+    # a forked process would share the threads of torch, and hang
+    how: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": begin, "initargs": given}
+    with one_thread_each(), ProcessPoolExecutor(count, **how) as pool:
+        try:
+            yield pool
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:
+                worker.terminate()  # rows are written at the end of a cell, so nothing is left half written
+            if isinstance(error, BrokenProcessPool):
+                raise ValueError(f"a process was killed, by hand or for lack of memory. {killed}") from error
+            raise
+
+
 def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report, workers: int | None = None) -> None:
     """Run cells in processes of one thread each, by default one per core; expensive cells start first.
 
@@ -105,26 +129,15 @@ def run_local(run: Callable[[Cell], None], cells: Sequence[Cell], report: Report
             else:
                 report(cell, None)
         return
-    others = set(active_children())
-    # a forked process would share the threads of torch, and hang
-    how: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": leave_with_parent}
-    with one_thread_each(), ProcessPoolExecutor(min(workers or cores(), len(waiting)), **how) as pool:
+    kept = "Finished cells are kept: the same command goes on from there; --workers 1 needs the least memory."
+    with worker_pool(min(workers or cores(), len(waiting)), kept, leave_with_parent) as pool:
         with deaf_to_interrupts():
             running = {pool.submit(run, cell): cell for cell in waiting}
-        try:
-            for future in as_completed(running):
-                error = future.exception()
-                if isinstance(error, BrokenProcessPool):
-                    raise ValueError(
-                        "a worker was killed, by hand or for want of memory. Finished cells are kept: the same "
-                        "command goes on from there; --workers 1 needs the least memory."
-                    ) from error
-                report(running[future], error)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - others:
-                worker.terminate()  # rows are written at the end of a cell, so nothing is left half written
-            raise
+        for future in as_completed(running):
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool):
+                raise error
+            report(running[future], error)
 
 
 class CellJob:

@@ -28,10 +28,14 @@ class Claim:
     source: str
     published: str
     measured: str
-    holds: bool | None
+    holds: Any
     why: str = ""
     interval: tuple[float, float] | None = None
     judged: bool = True
+
+    def __post_init__(self) -> None:
+        if self.holds is not None:
+            object.__setattr__(self, "holds", bool(self.holds))  # comparisons of tables are of numpy's own type
 
     @property
     def verdict(self) -> str:
@@ -43,6 +47,11 @@ class Claim:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verdict": self.verdict}
+
+
+def unpublished(claim: str, measured: str, holds: Any, why: str, source: str = "ours") -> Claim:
+    """A claim without a published number, by default of this package."""
+    return Claim(claim, source, "", measured, holds, why)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,10 @@ class Judgement:
         """The claim with this verdict. `why` stands with every verdict, `no` only with a no."""
         reasons = " ".join(filter(None, (why, no if self.holds is False else "", self.rule)))
         return Claim(claim, source, published, measured, self.holds, reasons, self.interval)
+
+    def unpublished(self, claim: str, source: str, measured: str, why: str = "", *, no: str = "") -> Claim:
+        """The same for a claim without a published number."""
+        return self.claim(claim, source, "", measured, why, no=no)
 
 
 def not_testable(why: str) -> Judgement:

@@ -192,7 +192,7 @@ def reproduce(
         table = experiment.complete(results.table(cells))
         results.write_table(table)
         claims = judged(experiment.claims(table, scale), scale)
-        files = ["table.parquet", *write_reports(results.folder, experiment.figures(table, scale), claims)]
+        files = ["table.parquet", *write_reports(results.folder, drawn(experiment, table, scale), claims)]
     return Outcome(name, scale, results.folder, table, claims, files, time.perf_counter() - start, len(missing))
 
 
@@ -202,6 +202,16 @@ def judged(claims: Iterable[Claim], scale: str) -> list[Claim]:
         return list(claims)
     why = "A smoke run checks that the experiment runs; --scale laptop judges its claims."
     return [replace(claim, holds=None, why=why, interval=None, judged=False) for claim in claims]
+
+
+def drawn(experiment: Experiment, table: "pd.DataFrame", scale: str) -> "dict[str, Figure]":
+    """The figures in the style that all experiments share."""
+    import matplotlib
+
+    from ..drawing import FIGURE_STYLE
+
+    with matplotlib.rc_context(FIGURE_STYLE):
+        return experiment.figures(table, scale)
 
 
 def reproduce_all(names: Sequence[str], out: str | Path, **arguments: Any) -> Iterator[Outcome]:
