@@ -19,6 +19,7 @@ from benchmarks import (
     import_time,
     measure,
     measure_command,
+    one_billion,
     paths,
     rank_bert,
     tasks,
@@ -46,6 +47,7 @@ SUITES = {
     "kernels": Suite(rank_bert.kernels, 5),
     "encoder_attention": Suite(encoder_attention.run, 150),
     "measure": Suite(measure.run, 90),
+    "one_billion": Suite(one_billion.run, 1200, usual=False),
     "measure_command": Suite(measure_command.run, 75),
     "paths": Suite(paths.run, 45),
     "tasks": Suite(tasks.run, 30),
@@ -61,7 +63,11 @@ USUAL = [name for name, suite in SUITES.items() if suite.usual]
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", choices=SUITES, nargs="+", default=USUAL, help="which suites to run (default: all but distilled)"
+        "--only",
+        choices=SUITES,
+        nargs="+",
+        default=USUAL,
+        help="which suites to run (default: all but distilled and one_billion)",
     )
     parser.add_argument("--repeats", type=int, default=7, help="timed repeats of each competitor (at least 7)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")

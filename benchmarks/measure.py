@@ -4,7 +4,15 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+)
 
 from benchmarks.memory import live_peak
 from benchmarks.timing import Row, at_most, median_ratio, timed

@@ -1,4 +1,4 @@
-"""Cut the query-key rank of a BERT, ALBERT or XLNet checkpoint, and go on training the narrow model with Trainer.
+"""Cut the query-key rank of a checkpoint of BERT, its relatives, XLNet or GPT-2, and go on training the narrow model with Trainer.
 
     python examples/convert_and_finetune.py --model path/to/checkpoint --qk_rank 8 --output_dir runs/narrow
     python examples/convert_and_finetune.py --model path/to/checkpoint --qk_rank 8 --dataset path/to/csv_files --output_dir runs/mine
@@ -39,7 +39,7 @@ from hf_rankattn.training.texts import (
 @dataclass(kw_only=True)
 class Arguments(TextArguments):
     model: str = field(
-        metadata={"help": "folder or Hub name of a BERT, ALBERT or XLNet checkpoint with its tokenizer"}
+        metadata={"help": "folder or Hub name of a checkpoint with its tokenizer, of a family with a rank model"}
     )
     output_dir: str = field(
         default="runs/converted", metadata={"help": "folder of the run: its checkpoints and its model"}

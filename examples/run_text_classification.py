@@ -1,4 +1,4 @@
-"""Fine-tune a BERT, ALBERT or XLNet checkpoint of any query-key rank on texts, or train a small rank BERT from scratch.
+"""Fine-tune a checkpoint of a rank family, at any query-key rank on texts, or train a small rank BERT from scratch.
 
     python examples/run_text_classification.py --qk_rank 16 --learning_rate 3e-3 --batch_size 128 --steps 600 --output_dir runs/scratch
     python examples/run_text_classification.py --model path/to/checkpoint --output_dir runs/tuned
