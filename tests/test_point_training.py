@@ -5,11 +5,11 @@ import shutil
 import pytest
 import torch
 
+from hf_rankattn.papers import training as shared
 from hf_rankattn.papers.rank_benefits import _training as training
 from hf_rankattn.papers.rank_benefits._training import PointTraining, train_points
-from hf_rankattn.papers.rank_collapse import _row_training as row_training
-from hf_rankattn.papers.rank_collapse._row_training import RowTraining, train_rows
 from hf_rankattn.papers.sweep.runner import find_experiment
+from hf_rankattn.papers.training import RowTraining, train_rows
 from hf_rankattn.tasks import BatchStream, load_task, task_builder
 
 
@@ -36,7 +36,7 @@ def begin_checkpoint(work, step):
 
 
 def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SAVE_EVERY", 20)
+    monkeypatch.setattr(shared, "SAVE_EVERY", 20)
     monkeypatch.setattr(training, "EPOCH", 10)
     chosen = PointTraining(**TINY, steps=60, init_seed=1, data_seed=2, qk_norm=True)
     model, whole = train_points(chosen, tmp_path / "whole")
@@ -63,7 +63,7 @@ def test_a_training_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     "damage", ["begun", "model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"]
 )
 def test_rows_are_trained_on_from_the_last_whole_checkpoint(damage, cut, tmp_path, monkeypatch):
-    monkeypatch.setattr(row_training, "SAVE_EVERY", 4)
+    monkeypatch.setattr(shared, "SAVE_EVERY", 4)
     points = torch.randn(12, 4, 8, generator=torch.Generator().manual_seed(0))
     columns, chosen = {"points": points, "labels": -points}, RowTraining(4, 1e-2, seed=0, batch_size=4)
 

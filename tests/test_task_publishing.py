@@ -12,11 +12,10 @@ from datasets import load_dataset
 from hub_stand_in import HubStandIn
 from huggingface_hub import DatasetCard
 from test_sharing import BLOCKER
+from testing_common import run_code
 from testing_probe import run
-from typer.testing import CliRunner
 
 from hf_rankattn.tasks import _publishing, baselines, make_data, task_builder
-from rankattn_cli import main as cli
 
 
 SMALL = {"num_examples": 40, "num_eval_examples": 10}
@@ -40,10 +39,8 @@ def report(where, config):
 
 def run_clean(code: str, home: Path, cwd: Path | None = None, **env: str) -> list[str]:
     """Run code in a process that cannot import this package; return the lines that it prints."""
-    environment = {**os.environ, "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets"), **env}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.strip().splitlines()
+    env = {"HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets"), **env}
+    return run_code(code, cwd=cwd, **env).stdout.strip().splitlines()
 
 
 def check_report(line: str, builder) -> None:
@@ -101,7 +98,7 @@ class TestFolder:
         expected = task_builder("farthest_neighbor").sample("train", 700)["points"]
         np.testing.assert_array_equal(rows.with_format("numpy")[:]["points"], expected)
 
-    def test_an_existing_folder_is_left_alone(self, tmp_path, monkeypatch):
+    def test_an_existing_folder_is_left_alone(self, tmp_path):
         folder = Path(make_data("sorting", tmp_path / "made", **SMALL).folder)
         (folder / "note.txt").write_text("mine")
         with pytest.raises(ValueError, match="exists already"):
@@ -112,36 +109,26 @@ class TestFolder:
         (tmp_path / "thesis").mkdir()
         with pytest.raises(ValueError, match="does not hold data of a task"):
             make_data("sorting", tmp_path / "thesis", overwrite=True)
-        monkeypatch.chdir(folder)
-        with pytest.raises(ValueError, match="is or contains the working directory"):
-            make_data("sorting", ".", overwrite=True)
-        assert {path.name for path in tmp_path.iterdir()} == {"made", "thesis"}
-
-    def test_configs_with_equal_names_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match="two of the configs have the same name 'd64_n8'"):
-            make_data("farthest_neighbor", tmp_path / "made", ["d64_n4", "d64_n16"], num_points=8)
-        assert not list(tmp_path.iterdir())
+            make_data("farthest_neighbor", tmp_path / "other", ["d64_n4", "d64_n16"], num_points=8)
+        assert {path.name for path in tmp_path.iterdir()} == {"made", "thesis"}
 
 
 class TestCommand:
-    def invoke(self, *arguments: str):
-        return CliRunner().invoke(cli.app, ["make-data", *arguments])
-
-    def test_json_names_rows_and_baselines(self, tmp_path):
-        options = "--dim 8 --num-points 4 --num-examples 30 --num-eval-examples 5 --seed 3".split()
-        result = self.invoke("farthest_neighbor", "--out", str(tmp_path / "made"), "--json", *options)
-        assert result.exit_code == 0, result.output
-        report = json.loads(result.stdout)
+    def test_json_names_rows_and_baselines(self, tmp_path, capsys):
+        options = "--json --dim 8 --num-points 4 --num-examples 30 --num-eval-examples 5 --seed 3".split()
+        code, out, error = run(capsys, "make-data", "farthest_neighbor", "--out", tmp_path / "made", *options)
+        assert code == 0, error
+        report = json.loads(out)
         assert report["rows"] == {"d8_n4": {"train": 30, "validation": 5, "test": 5}} and report["pushed"] is None
         assert report["baselines"]["d8_n4"]["zero"]["neighbor_error"] == pytest.approx(1, abs=1e-5)
         assert Path(report["folder"]) == tmp_path / "made"
 
-    def test_a_text_of_ones_own(self, tmp_path):
+    def test_a_text_of_ones_own(self, tmp_path, capsys):
         (tmp_path / "text.txt").write_text("\n\n".join(f"Line number {i} of a poem." for i in range(20)))
-        out = ["--out", str(tmp_path / "made"), "--text-file", str(tmp_path / "text.txt"), "--max-length", "8"]
-        result = self.invoke("memorization", *out)
-        assert result.exit_code == 0
-        assert "text_l8, 16 train, 2 validation, 2 test rows" in result.stdout.replace("\n", "")
+        options = ["--out", tmp_path / "made", "--text-file", tmp_path / "text.txt", "--max-length", "8"]
+        code, out, _ = run(capsys, "make-data", "memorization", *options)
+        assert code == 0 and "text_l8, 16 train, 2 validation, 2 test rows" in out.replace("\n", "")
         assert "poem" not in (tmp_path / "made" / "README.md").read_text()
 
     def test_no_home_is_needed(self, tmp_path):
@@ -191,9 +178,8 @@ class TestHub:
 
     def test_what_is_pushed_is_what_was_written_and_loads_without_this_package(self, hub, tmp_path, capsys):
         configs = ["--config", "d64_n4", "--config", "d16_n16"]
-        arguments = [*self.ARGUMENTS, "farthest_neighbor", *configs, "--out", str(tmp_path / "made")]
-        result = CliRunner().invoke(cli.app, arguments)
-        assert result.exit_code == 0, result.output
+        code, _, error = run(capsys, *self.ARGUMENTS, "farthest_neighbor", *configs, "--out", tmp_path / "made")
+        assert code == 0, error
         pushed = hub.files("user/tasks", "dataset")
         for path in (tmp_path / "made").rglob("*.*"):
             assert pushed[path.relative_to(tmp_path / "made").as_posix()] == path.read_bytes()

@@ -99,20 +99,15 @@ class TestSplitting:
         assert len(set(rows)) == len(rows)
         assert set(first(min(2 * size, len(rows)), stream(dim=4, num_points=2))) <= set(rows)
 
-    @pytest.mark.parametrize("workers", [1, 2])
-    def test_workers_share_nothing_and_leave_nothing_out(self, workers):
-        loader = DataLoader(stream(), batch_size=64, num_workers=workers)
-        batches = list(itertools.islice(loader, 4 * workers))
-        assert batches[0]["points"].shape == batches[0]["labels"].shape == (64, 16, 64)
-        rows = [row.numpy().tobytes() for batch in batches for row in batch["points"]]
-        assert Counter(rows) == Counter(first(256 * workers, stream()))
-
-    def test_nodes_with_workers(self):
+    @pytest.mark.parametrize("nodes, workers", [(1, 1), (1, 2), (2, 2)])
+    def test_workers_share_nothing_and_leave_nothing_out(self, nodes, workers):
         rows = []
-        for rank in range(2):
-            loader = DataLoader(split_dataset_by_node(stream(), rank, 2), batch_size=64, num_workers=2)
-            rows += [row.numpy().tobytes() for batch in itertools.islice(loader, 8) for row in batch["points"]]
-        assert Counter(rows) == Counter(first(1024, stream()))
+        for rank in range(nodes):
+            data = split_dataset_by_node(stream(), rank, nodes) if nodes > 1 else stream()
+            batches = list(itertools.islice(DataLoader(data, batch_size=64, num_workers=workers), 4 * workers))
+            assert batches[0]["points"].shape == batches[0]["labels"].shape == (64, 16, 64)
+            rows += [row.numpy().tobytes() for batch in batches for row in batch["points"]]
+        assert Counter(rows) == Counter(first(256 * nodes * workers, stream()))
 
 
 class TestAsADataset:

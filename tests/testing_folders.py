@@ -21,6 +21,16 @@ def save_tokenizer(family: Family, folder: Path) -> None:
     empty.train_new_from_iterator(package_text(), vocab_size=TOKENS, show_progress=False).save_pretrained(folder)
 
 
+def tiny_checkpoint(folder: Path, minilm: str, **sizes) -> Path:
+    """A tiny BERT with a real tokenizer."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(**{**fields, "max_position_embeddings": 64, **sizes})
+    transformers.BertModel(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    return folder
+
+
 def change_config(folder: Path | str, **fields) -> None:
     file = Path(folder) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))

@@ -3,6 +3,7 @@
 import os
 import time
 
+from hf_rankattn.papers import training as shared
 from hf_rankattn.papers.rank_benefits import _training as training
 from hf_rankattn.papers.sweep.grid import Cell
 from hf_rankattn.papers.sweep.results import ResultFolder
@@ -18,7 +19,7 @@ class Slowly(training.StopWhenLost):
 
 
 def run_slowly(results: ResultFolder, cell: Cell) -> None:
-    training.SAVE_EVERY = SAVE_EVERY
+    shared.SAVE_EVERY = SAVE_EVERY
     training.StopWhenLost = Slowly  # type: ignore[misc]
     found = sorted(path.name for path in results.work(cell).glob("checkpoint-*"))
     if results.record(cell) is None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from testing_commands import refused_in_one_line, run_here, tiny_checkpoint
-from testing_folders import change_config
+from testing_commands import refused_in_one_line, run_here
+from testing_folders import change_config, tiny_checkpoint
 
 from hf_rankattn import RankBertConfig, RankBertModel
 
@@ -74,13 +74,6 @@ def index_to_a_pickle(folder: Path, marker: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def index_out_of_the_folder(folder: Path, marker: Path) -> None:
-    shutil.move(folder / WEIGHTS, folder.parent / "elsewhere.safetensors")
-    names = load_file(folder.parent / "elsewhere.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../missing.safetensors")}
-    (folder / INDEX).write_text(json.dumps(index))
-
-
 def foreign_code(model_type: str, **fields):
     def spoil(folder: Path, marker: Path) -> None:
         code = "from transformers import BertConfig as Evil, BertModel as EvilModel\n"
@@ -106,7 +99,6 @@ SPOILT = {
     "pickle-alone": pickle_alone,
     "torch-pickle-alone": torch_pickle_alone,
     "index-to-a-pickle": index_to_a_pickle,
-    "index-out-of-the-folder": index_out_of_the_folder,
     "index-of-another-kind": lambda folder, marker: (folder / WEIGHTS).rename(folder / INDEX).write_text("[]"),
     "no-weights": lambda folder, marker: (folder / WEIGHTS).unlink(),
     "no-config": lambda folder, marker: (folder / CONFIG).unlink(),
@@ -177,70 +169,53 @@ def doors(folder: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-# a streamed conversion copies what it does not convert byte by byte, without a look
-NOT_SEEN_IN_PASSING = {"unknown-activation"}
+# a streamed conversion copies what it does not convert byte by byte, and keeps all names; a prefix names the base of a task model
+NOT_SEEN_IN_PASSING = {"unknown-activation", "nothing-known"}
 
 
-class TestSpoilt:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", SPOILT)
-    @pytest.mark.parametrize("door", ["measure", "convert", "stream"])
-    def test_commands_refuse(self, door, name, spoilt, tmp_path, monkeypatch):
-        monkeypatch.setattr("builtins.input", lambda *prompt: "y")  # whoever asks is told to go on
-        folder = spoilt(SPOILT[name])
-        ended = run_here(doors(folder, tmp_path / "out")[door])
-        if ended.code == 0 and door == "stream" and name in NOT_SEEN_IN_PASSING:
-            return
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SPOILT, *ODD, *SOUND])
+@pytest.mark.parametrize("door", ["measure", "convert", "stream"])
+def test_commands_refuse_what_is_spoilt_and_run_nothing_foreign(door, name, spoilt, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")  # whoever asks is told to go on
+    ended = run_here(capsys, doors(spoilt({**SPOILT, **ODD, **SOUND}[name]), tmp_path / "out")[door])
+    if ended.code == 0 and door == "stream" and name in NOT_SEEN_IN_PASSING:
+        return
+    if name not in SOUND:
         refused_in_one_line(ended)
-        assert not [path for path in tmp_path.iterdir() if path.name not in ("spoilt", "elsewhere.safetensors")]
+        assert {path.name for path in tmp_path.iterdir()} == {"spoilt"}
+        return
+    assert ended.code == 0, ended.err
+    assert {path.name for path in tmp_path.iterdir()} == {"spoilt", "out"}
+    if door != "measure":
+        assert RankBertModel.from_pretrained(tmp_path / "out").config.qk_rank == 3
 
+
+class TestFromPretrained:
     @pytest.mark.parametrize("name", SPOILT)
-    def test_from_pretrained_refuses(self, name, spoilt):
+    def test_refuses_what_is_spoilt(self, name, spoilt):
         with pytest.raises(Exception) as caught:
             RankBertModel.from_pretrained(spoilt(SPOILT[name]))
         if name not in STOCK_ERRORS:
             assert isinstance(caught.value, ValueError | OSError) and 20 < len(str(caught.value)) < 3000
 
-
-@pytest.mark.parametrize("name", ODD)
-class TestOdd:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("door", ["measure", "convert", "stream"])
-    def test_commands_refuse(self, door, name, spoilt, tmp_path):
-        if (door, name) == ("stream", "nothing-known"):
-            pytest.skip("a prefix is how task models name their base, and a streamed conversion keeps all names")
-        folder = spoilt(ODD[name])
-        refused_in_one_line(run_here(doors(folder, tmp_path / "out")[door]))
-        assert {path.name for path in tmp_path.iterdir()} == {"spoilt"}
-
-    def test_from_pretrained_does_as_stock_does(self, name, spoilt):
+    @pytest.mark.parametrize("name", ODD)
+    def test_does_as_stock_does(self, name, spoilt):
         model = RankBertModel.from_pretrained(spoilt(ODD[name]))
         assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
-
-@pytest.mark.parametrize("name", SOUND)
-class TestSound:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("door", ["measure", "convert", "stream"])
-    def test_commands_run_and_run_nothing_foreign(self, door, name, spoilt, tmp_path, monkeypatch):
-        monkeypatch.setattr("builtins.input", lambda *prompt: "y")
-        ended = run_here(doors(spoilt(SOUND[name]), tmp_path / "out")[door])
-        assert ended.code == 0, ended.err
-        assert {path.name for path in tmp_path.iterdir()} == {"spoilt", "out"}
-        if door != "measure":
-            assert RankBertModel.from_pretrained(tmp_path / "out").config.qk_rank == 3
-
-    def test_from_pretrained_runs_nothing_foreign(self, name, spoilt, sound, monkeypatch):
+    @pytest.mark.parametrize("name", SOUND)
+    def test_runs_nothing_foreign(self, name, spoilt, sound, monkeypatch):
         monkeypatch.setattr("builtins.input", lambda *prompt: "y")
         loaded, original = RankBertModel.from_pretrained(spoilt(SOUND[name])), RankBertModel.from_pretrained(sound)
         assert torch.equal(loaded.get_parameter(QUERY), original.get_parameter(QUERY))
 
 
-def test_a_file_in_place_of_a_folder_is_not_unpickled(sound, tmp_path):
+def test_a_file_in_place_of_a_folder_is_not_unpickled(sound, tmp_path, capsys):
     file = tmp_path / "model.bin"
     file.write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     with pytest.raises((ValueError, OSError), match="file"):
         RankBertModel.from_pretrained(file, config=RankBertConfig.from_pretrained(sound))
     for command in doors(file, tmp_path / "out").values():
-        refused_in_one_line(run_here(command))
+        refused_in_one_line(run_here(capsys, command))
     assert {path.name for path in tmp_path.iterdir()} == {"model.bin"}

@@ -8,7 +8,8 @@ import pytest
 import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testing_commands import listing, refused_in_one_line, run_here, start, tiny_checkpoint, wait
+from testing_commands import listing, refused_in_one_line, run_here
+from testing_folders import tiny_checkpoint
 from transformers import AutoModel
 
 from hf_rankattn.tasks import TASKS
@@ -28,6 +29,8 @@ OUTS = ["fresh", "fresh", "fresh", "deep/er/fresh", "folder", "texts.txt", "text
 # values for single options: allowed ones, and those that stay fast
 VALUES = {
     "distil_steps": ["0", "1", "-1", "x", "1.5"],
+    "distil_text": FILES,
+    "ranks": ["spectra", "damage", *WORDS],
     "workers": ["0", "-1", "x", "1.5", str(10**30)],
     "variants": ["san", "san,transformer", ",", *WORDS],
     "metrics": ["full", "cheap", *WORDS],
@@ -73,7 +76,12 @@ SENSIBLE: dict[str, tuple[int, list[str], list[str]]] = {
         ["tiny --qk-rank 3", "tiny --qk-rank 8", "tiny --auto", "tiny --auto --energy 0.8"]
         + ["tiny --auto --mean-rank 4"],
         ["--stream", "--calibration texts.txt", "--calibration texts.txt --objective attention", "--seed 7"]
-        + ["--calibration texts.txt --distil-steps 1", "--base-model some/bert"],
+        + [
+            "--calibration texts.txt --distil-steps 1",
+            "--ranks damage",
+            "--distil-text texts.txt",
+            "--base-model some/bert",
+        ],
     ),
     "make-data": (
         60,
@@ -127,12 +135,12 @@ def inputs(tmp_path_factory, minilm):
     return folder
 
 
-def attempt(command: str, arguments: list[str], work: Path, inputs: Path) -> str:
+def attempt(command: str, arguments: list[str], work: Path, inputs: Path, capsys) -> str:
     for path in inputs.iterdir():
         (work / path.name).symlink_to(path)
     (work / "folder").mkdir()
     before = listing(inputs)
-    ended = run_here([command, *arguments])
+    ended = run_here(capsys, [command, *arguments])
     assert listing(inputs) == before, "an input was changed"
     left = {path.name for path in work.iterdir()} - {path.name for path in inputs.iterdir()} - {"folder"}
     if ended.code == 0:
@@ -153,49 +161,42 @@ def attempt(command: str, arguments: list[str], work: Path, inputs: Path) -> str
     return "refused"
 
 
-def fuzz(command: str, drawn: st.SearchStrategy, cases: int, inputs: Path, folder: Path, monkeypatch) -> Counter:
-    counts: Counter = Counter()
-    fixed = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
+@pytest.fixture
+def fuzz(inputs, tmp_path, monkeypatch, capsys):
+    """Runs cases of a command, each in a folder of its own; returns how many ended how."""
 
-    @settings(max_examples=cases, **fixed)
-    @given(drawn)
-    def case(arguments):
-        work = folder / "work"
-        work.mkdir()
-        monkeypatch.chdir(work)
-        try:
-            counts[attempt(command, arguments, work, inputs)] += 1
-        finally:
-            monkeypatch.chdir(folder)
-            shutil.rmtree(work, ignore_errors=True)
+    def run(command: str, drawn: st.SearchStrategy, cases: int) -> Counter:
+        counts: Counter = Counter()
+        fixed = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
-    case()
-    print(command, dict(counts))
-    return counts
+        @settings(max_examples=cases, **fixed)
+        @given(drawn)
+        def case(arguments):
+            work = tmp_path / "work"
+            work.mkdir()
+            monkeypatch.chdir(work)
+            try:
+                counts[attempt(command, arguments, work, inputs, capsys)] += 1
+            finally:
+                monkeypatch.chdir(tmp_path)
+                shutil.rmtree(work, ignore_errors=True)
+
+        case()
+        print(command, dict(counts))
+        return counts
+
+    return run
 
 
 @pytest.mark.parametrize("command", ANY)
-def test_arguments_run_or_are_refused(command, inputs, tmp_path, monkeypatch):
+def test_arguments_run_or_are_refused(command, fuzz):
     cases, first, small = ANY[command]
-    counts = fuzz(command, any_arguments(command, first, small), cases, inputs, tmp_path, monkeypatch)
+    counts = fuzz(command, any_arguments(command, first, small), cases)
     assert sum(counts.values()) >= min(cases, 20) or command in ("env", "demo")
 
 
 @pytest.mark.parametrize("command", SENSIBLE)
-def test_sensible_arguments_run(command, inputs, tmp_path, monkeypatch):
+def test_sensible_arguments_run(command, fuzz):
     cases, first, more = SENSIBLE[command]
-    counts = fuzz(command, sensible_arguments(first, more), cases, inputs, tmp_path, monkeypatch)
+    counts = fuzz(command, sensible_arguments(first, more), cases)
     assert counts["ran"] >= 0.7 * sum(counts.values()) > 0, counts
-
-
-def test_a_process_of_its_own_ends_in_one_line_too(inputs, tmp_path):
-    for path in inputs.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    for line in (
-        "measure tiny --text binary --out fresh",
-        f"convert tiny --qk-rank {'9' * 40} --out fresh",
-        "make-data memorization --text-file binary --out fresh",
-        "reproduce expansion --scale smoke --out texts.txt",
-    ):
-        refused_in_one_line(wait(start(line.split(), tmp_path)))
-        assert {path.name for path in tmp_path.iterdir()} == {path.name for path in inputs.iterdir()}

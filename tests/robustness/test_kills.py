@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from testing_commands import Ended, listing, refused_in_one_line, start, tiny_checkpoint, wait
+from testing_commands import Ended, listing, refused_in_one_line, start, wait
+from testing_folders import tiny_checkpoint
 
 from hf_rankattn import RankBertModel
 from hf_rankattn.files.atomic import LEFTOVER
@@ -70,9 +71,15 @@ def workplace(folder: Path, checkpoint: Path) -> Path:
     return folder
 
 
-def end_group(process: subprocess.Popen) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def ends_within(process: subprocess.Popen, seconds: float) -> bool:
+    """Whether a process ends by itself; it is killed with its children otherwise."""
+    try:
+        process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return False
+    return True
 
 
 def is_whole(command: str, folder: Path) -> bool:
@@ -95,14 +102,9 @@ def test_no_kill_leaves_half_a_folder(command, checkpoint, tmp_path):
     work = workplace(tmp_path / "killed", checkpoint)
     for _ in range(KILLS):
         process = start(COMMANDS[command], work)
-        try:
-            process.communicate(timeout=rng.uniform(0, 1.05 * lasts))
-        except subprocess.TimeoutExpired:
-            end_group(process)
-            seen["killed"] += 1
-        else:
-            seen["ended first"] += 1
-            assert process.returncode == 0
+        by_itself = ends_within(process, rng.uniform(0, 1.05 * lasts))
+        seen["ended first" if by_itself else "killed"] += 1
+        assert not by_itself or process.returncode == 0
         if is_whole(command, work / "out"):
             load(command, work / "out")
             seen["whole"] += 1
@@ -144,9 +146,5 @@ def test_a_killed_replacement_leaves_the_old_or_the_new(command, checkpoint, tmp
     lasts = time.monotonic() - begun
     rng = random.Random(11)
     for _ in range(3):
-        process = start([*COMMANDS[command], "--overwrite"], work)
-        try:
-            process.communicate(timeout=rng.uniform(0.5, 1) * lasts)
-        except subprocess.TimeoutExpired:
-            end_group(process)
+        ends_within(start([*COMMANDS[command], "--overwrite"], work), rng.uniform(0.5, 1) * lasts)
         load(command, work / "out")
