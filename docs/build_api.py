@@ -21,7 +21,8 @@ from hf_rankattn.theory import constructions
 
 PAGE = Path(__file__).parent / "api.md"
 AUTO_CLASSES = [name for name in modeling_auto.__all__ if re.fullmatch(r"AutoModel(For\w+)?", name)]
-FAMILIES = ("RankBert", "RankAlbert", "RankXLNet", "RankEncoder")
+# the rank families, without the suffix of their config classes
+FAMILIES = [name.removesuffix("Config") for name in hf_rankattn.models.__all__ if name.endswith("Config")]
 HEAD = """# API
 
 Made from the docstrings by `python docs/build_api.py`; a test fails where the two differ. What stands here without a module is
