@@ -65,18 +65,7 @@ def test_measure_convert_and_demo(family, rank, tmp_path):
     commands = [
         ["measure", "model", "--out", "measured", "--examples", "4", "--length", "32"],
         ["convert", "model", "--qk-rank", "3", "--calibration", "texts.txt", "--out", "narrow"],
-        [
-            "convert",
-            "narrow",
-            "--qk-rank",
-            "2",
-            "--v-head-dim",
-            "3",
-            "--calibration",
-            "texts.txt",
-            "--out",
-            "narrower",
-        ],
+        "convert narrow --qk-rank 2 --v-head-dim 3 --calibration texts.txt --out narrower".split(),
         ["demo", "--workers", "0", "--checkpoint", "model"],
     ]
     measured, converted, again, demo = run(SEVERAL, json.dumps(commands), folder=tmp_path)
@@ -98,8 +87,8 @@ def test_measure_convert_and_demo(family, rank, tmp_path):
     assert type(before) is type(after)
     texts = package_text()[:4]
     assert before(texts)["input_ids"] == after(texts)["input_ids"]
-    # one text: the tokenizer of GPT-2 has no padding token
-    batch = after(texts[:1], truncation=True, max_length=LENGTH, return_tensors="pt")
+    # one text, because the tokenizer of GPT-2 has no padding token; RoBERTa has fewer positions than rows of its table
+    batch = after(texts[:1], truncation=True, max_length=LENGTH - 2, return_tensors="pt")
     for model in (narrow, narrower):
         with torch.no_grad():
             assert torch.isfinite(model(**batch).last_hidden_state).all()
