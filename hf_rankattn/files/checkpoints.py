@@ -24,8 +24,9 @@ from transformers.utils import ADAPTER_CONFIG_NAME, cached_file, is_gguf_availab
 from transformers.utils.hub import resolve_revision
 from transformers.utils.import_utils import GGUF_MIN_VERSION
 
-from ..models.rank_attention import check_depth, weight_files
-from ..models.rank_attention import check_shard_names as check_shard_names
+from ..models.rank_attention import check_depth
+from ..models.safe_weights import check_shard_names as check_shard_names
+from ..models.safe_weights import weight_files
 from .atomic import finish_replacement
 
 

@@ -1,34 +1,28 @@
-"""What all rank models share: config fields and their checks, attention, construction from stock models, safe loading.
+"""What all rank models share: config fields and their checks, attention, construction from stock models.
 
-An export (`copy_source`) puts this file beside the two files of a family, so it imports nothing of this package.
+An export (`copy_source`) puts this file beside the two files of a family, so it imports only files beside it.
 """
 
 import inspect
-import json
 import math
-import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import is_offline_mode
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.hub import cached_files, resolve_revision
-from transformers.utils.peft_utils import find_adapter_config_file
+
+from .safe_weights import load_safely
 
 
 RANK_FIELDS = ("qk_rank", "v_head_dim", "qk_norm", "qk_scale")
@@ -36,7 +30,6 @@ WIDTHS = ("qk_rank", "v_head_dim")
 WIDEST = 2**20  # beyond any head that can be allocated
 FLEX_NARROWEST = 16  # narrower heads have no compiled kernel on accelerators
 MOST_LAYERS = 2**12  # four times the deepest published model; more layers take minutes to build
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 HERE = Path(__file__).parent
 FIELDS_DOC = """Configuration of a [`{model}`]: every field of [`~transformers.{config}`], and the geometry of the heads.
 
@@ -382,14 +375,13 @@ def rebind(function, **names):
 
 def copy_source(family: Path, folder: Path) -> None:
     """Copy the source of a family's folder to one flat folder, from which transformers can load it."""
-    shared: set[str] = set()
-    for path in family.glob("[!_]*.py"):
+    files = sorted(family.glob("[!_]*.py"))
+    for path in files:  # it grows by what its files import
         text = path.read_text(encoding="utf-8")
-        shared.update(re.findall(r"^from \.\.(\w+) import", text, re.MULTILINE))
+        shared = [HERE / f"{name}.py" for name in re.findall(r"^from \.+(\w+) import", text, re.MULTILINE)]
+        files += [file for file in shared if file.exists() and file not in files]
         flat = re.sub(r"^from \.\.(\w+) import", r"from .\1 import", text, flags=re.MULTILINE)
         (folder / path.name).write_text(flat, encoding="utf-8")
-    for name in shared:
-        shutil.copyfile(HERE / f"{name}.py", folder / f"{name}.py")
 
 
 def save_source(instance, folder, config) -> None:
@@ -443,8 +435,7 @@ class RankModelMixin:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """As in transformers, but weights are read from safetensors only, unless `use_safetensors=False` is given."""
-        load = super().from_pretrained
-        return load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs)
+        return load_safely(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     def save_pretrained(self, save_directory, **kwargs):
         """As in transformers; if source files are saved too (`register_for_auto_class`), they are flattened."""
@@ -457,82 +448,3 @@ class RankModelMixin:
         except ImportError:  # exported source on a machine without the package
             return super().push_to_hub(repo_id, **kwargs)
         return push_to_hub(self, repo_id, **kwargs)
-
-
-def check_weight_name(name, named_by) -> None:
-    """Refuse the name of anything but a safetensors file inside the checkpoint."""
-    path = PureWindowsPath(name if isinstance(name, str) else "")  # it knows the separators of all systems
-    if path.suffix != ".safetensors" or path.drive or path.root or ".." in path.parts:
-        raise ValueError(
-            f"{named_by} names {name!r} as weights. Only safetensors files inside the checkpoint are read."
-        )
-
-
-def check_shard_names(index) -> list[str]:
-    """The files that an index of weights names, sorted; all must be safetensors files inside the checkpoint."""
-    try:
-        names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is not an index of weights: {error}.") from error
-    for name in names:
-        check_weight_name(name, index)
-    return sorted(names)
-
-
-def weight_files(name, chosen: str | None = None, variant: str | None = None, **hub) -> list[str]:
-    """The weight files that transformers loads from a folder or a Hub repository, all of them safetensors.
-
-    Files of a repository are downloaded. Call this before `from_pretrained(..., use_safetensors=True)`, which unpickles
-    what an index names, and asks a conversion service for the weights of a repository that has no safetensors.
-    `chosen` is the file that the config names in `transformers_weights`; the rest is as in `from_pretrained`.
-    """
-    if chosen is not None:
-        check_weight_name(str(chosen).removesuffix(".index.json"), f"the config of {name}")
-        candidates = [chosen]
-    else:
-        stems = (SAFE_WEIGHTS_NAME.rsplit(".", 1), SAFE_WEIGHTS_INDEX_NAME.rsplit(".", 1))
-        candidates = [".".join(filter(None, (stem, variant, suffix))) for stem, suffix in stems]
-    for candidate in candidates:
-        found = cached_file(name, candidate, _raise_exceptions_for_missing_entries=False, **hub)
-        if found is not None:
-            return cached_files(name, check_shard_names(found), **hub) if found.endswith(".json") else [found]
-    if shards := list(Path(name, hub.get("subfolder") or "").glob("shard-*-model-*-of-*.safetensors")):
-        return [str(shard) for shard in shards]  # each written by one process of several
-    offline = " in the cache, and offline mode is on" if is_offline_mode() and not os.path.isdir(name) else ""
-    raise OSError(
-        f"{name} has no safetensors weights: there is no {' or '.join(candidates)}{offline}. Only safetensors are read "
-        "here; for a pickle you trust, pass use_safetensors=False."
-    )
-
-
-def load_safely(load, pretrained_model_name_or_path, *model_args, **kwargs):
-    """`from_pretrained` that reads safetensors only, and says what to do when shapes do not fit."""
-    kwargs.setdefault("use_safetensors", True)  # a pickle can run code when it is read
-    named = str(pretrained_model_name_or_path)
-    if kwargs["use_safetensors"] and os.path.isfile(named):
-        if not named.endswith(".safetensors"):
-            raise OSError(f"{named} is a file, which may be a pickle: give its folder, or a .safetensors file.")
-    elif kwargs["use_safetensors"] and pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
-        if not os.path.isdir(named):  # all files from one commit: what is checked is what is loaded
-            where = {key: kwargs[key] for key in ("token", "local_files_only", "cache_dir") if key in kwargs}
-            kwargs["revision"] = resolve_revision(named, kwargs.get("revision"), **where)
-        hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
-        config = kwargs.get("config")
-        if not isinstance(config, PreTrainedConfig):
-            config = load.__self__.config_class.get_config_dict(named if config is None else config, **hub)[0]
-        given = vars(config) if isinstance(config, PreTrainedConfig) else config
-        weight_files(named, given.get("transformers_weights"), kwargs.get("variant"), **hub)
-        if is_peft_available() and find_adapter_config_file(named, **hub) is not None:
-            raise OSError(f"{named} is an adapter, which PEFT may read from a pickle. Merge it into its model first.")
-        kwargs.pop("force_download", None)  # the files are fresh now
-    try:
-        return load(pretrained_model_name_or_path, *model_args, **kwargs)
-    except SafetensorError as error:
-        raise ValueError(f"the weights of {named} are not safetensors, or are cut short: {error}.") from error
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise RuntimeError(
-            f"the weights of {named} do not fit the configuration: {error} A checkpoint keeps the `qk_rank`, `v_head_dim` "
-            "and `num_labels` it was saved with: load it without overriding them, or pass ignore_mismatched_sizes=True."
-        ) from error
