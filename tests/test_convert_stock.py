@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_rankattn import convert_rank, package_text
+from hf_rankattn.convert.damage import Judge
 from hf_rankattn.families.slots import CONVERTIBLE
 from rankattn_cli import main as cli
 
@@ -185,6 +186,14 @@ def test_the_decoder_of_vit_mae_is_cut_too():
     assert cut.decoder.decoder_layers[0].attention.q_proj.weight.shape == (24, 16)
     with torch.no_grad():
         assert float((cut(**batch).logits - model(**batch).logits).norm() / model(**batch).logits.norm()) < 0.05
+
+
+def test_vit_mae_is_judged_on_the_same_patches():
+    """It hides patches at random: an unchanged model must keep all of its embeddings."""
+    kind = next(kind for kind in KINDS if kind.model_type == "vit_mae")
+    model = kind.model()
+    judge = Judge(model, None, [{"pixel_values": kind.inputs()["pixel_values"]}], 256)
+    assert judge.damage(model) == {"nearest_text_agreement": 1.0, "embedding_cosine": pytest.approx(1, abs=1e-6)}
 
 
 @pytest.mark.parametrize(

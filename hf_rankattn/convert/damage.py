@@ -15,7 +15,7 @@ from ..families.architectures import base_of
 from ..files.batches import BATCH, Text, UnfitTokenizer, check_tokens, encode
 from ..files.running import batches_of, evaluating
 from ..measure.threads import one_thread
-from .calibration import with_decoder_texts
+from .calibration import same_draws, with_decoder_texts
 
 
 MASKED_SHARE = 0.15
@@ -119,7 +119,7 @@ class Task:
 
     def answers(self, model: PreTrainedModel) -> torch.Tensor:
         found = []
-        with evaluating(model):
+        with evaluating(model), same_draws():
             for inputs, batch in zip(batches_of(model, self.batches), self.batches, strict=True):
                 output = model(**inputs)
                 if not bool(torch.isfinite(output[0]).all()):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..families.architectures import base_of
 from ..families.slots import Slot
 from ..files.running import Inputs, evaluating
-from .calibration import calibration_batches, in_pieces, real_tokens
+from .calibration import calibration_batches, in_pieces, real_tokens, same_draws
 from .factors import best_factors
 from .heads import FusedHeads, LinearHeads, Tensors
 from .moments import LayerMoments, MixedMoments, precise
@@ -106,8 +106,7 @@ def walk(model: PreTrainedModel, slots: Sequence[Slot], calibration: Inputs, wat
             # moments are sums over texts: on a CPU few texts at a time are as fast and take less memory
             for piece in in_pieces(batch, 2 if base.device.type == "cpu" else None):
                 left = applications
-                with ExitStack() as stack, suppress(Finished), torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)  # ViT-MAE draws the patches that it hides
+                with ExitStack() as stack, suppress(Finished), same_draws():
                     watch(piece, stack, done)
                     base(**piece)
 
