@@ -126,9 +126,9 @@ class TestWidths:
         converted.save_pretrained(tmp_path / "narrow")
         torch.save({"batch": batch, "states": states(converted, batch)}, tmp_path / "expected.pt")
         code = (
-            "import sys, torch; torch.set_num_threads(1); from transformers import AutoModel;"
+            "import sys, torch; torch.set_num_threads(1); torch.set_grad_enabled(False); from transformers import AutoModel;"
             "model = AutoModel.from_pretrained('narrow').eval(); saved = torch.load('expected.pt');"
-            "found = model(**saved['batch']).last_hidden_state.detach();"
+            "found = model(**saved['batch']).last_hidden_state;"
             "mask = saved['batch'].get('decoder_attention_mask', torch.ones(found.shape[:2])).bool();"
             "assert torch.equal(found[mask], saved['states']);"
             "assert not any(name.startswith('hf_rankattn') for name in sys.modules)"
@@ -186,6 +186,10 @@ def test_the_decoder_of_vit_mae_is_cut_too():
     assert cut.decoder.decoder_layers[0].attention.q_proj.weight.shape == (24, 16)
     with torch.no_grad():
         assert float((cut(**batch).logits - model(**batch).logits).norm() / model(**batch).logits.norm()) < 0.05
+        # narrower than both
+        calibrated, by_weights = (convert_rank(model, 3, 3, **options) for options in ({"calibration": batch}, {}))
+        errors = [(cut(**batch).logits - model(**batch).logits).norm() for cut in (calibrated, by_weights)]
+    assert errors[0] < errors[1]
 
 
 def test_vit_mae_is_judged_on_the_same_patches():

@@ -87,11 +87,13 @@ def seeing_mixed(part: Part, block: Any, receive: Callable[[torch.Tensor], None]
 
 
 def walk(model: PreTrainedModel, slots: Sequence[Slot], calibration: Inputs, watch: Watch) -> None:
-    """Run the calibration through the model below its head, up to the last application of the blocks at `slots`.
+    """Run the calibration through the model, below its head if no block is in it, up to the last application of the blocks at `slots`.
 
     `watch(batch, stack, done)` sets up what is to be seen in one pass, and calls `done` after each application of a block.
     """
-    base = base_of(model)
+    base: PreTrainedModel = base_of(model)
+    if {slot.module for slot in slots} - set(base.modules()):
+        base = model  # the decoder of ViT-MAE is its head
     applications = sum(slot.applications for slot in slots)
     left = 0
 
