@@ -13,7 +13,7 @@ import torch
 import transformers
 from PIL import Image
 from scipy.io import wavfile
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_rankattn import convert_rank, package_text
@@ -192,6 +192,22 @@ def test_the_decoder_of_vit_mae_is_cut_too():
     assert errors[0] < errors[1]
 
 
+def test_distillation_brings_the_states_of_encoder_and_decoder_nearer():
+    kind = next(kind for kind in KINDS if kind.model_type == "t5")
+    config = kind.config(decoder_start_token_id=0)
+    torch.manual_seed(0)
+    model, batch = transformers.T5ForConditionalGeneration(config).eval(), kind.inputs()
+
+    def error(cut, name):
+        with torch.no_grad():
+            found = [cut(**batch, output_hidden_states=True)[name][-1] for cut in (cut, model)]
+        return float((found[0] - found[1])[batch["attention_mask"].bool()].norm())
+
+    cut, distilled = (convert_rank(model, 3, 3, calibration=batch, distil_steps=steps) for steps in (0, 30))
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        assert error(distilled, name) < 0.9 * error(cut, name)
+
+
 def test_vit_mae_is_judged_on_the_same_patches():
     """It hides patches at random: an unchanged model must keep all of its embeddings."""
     kind = next(kind for kind in KINDS if kind.model_type == "vit_mae")
@@ -251,7 +267,8 @@ class TestCommand:
         if kind.width == "d_kv":
             torch.manual_seed(0)
             config = AutoConfig.for_model(kind.model_type, **{**T5, "vocab_size": 30522, "decoder_start_token_id": 0})
-            AutoModel.from_config(config).save_pretrained(folder)
+            # as T5 checkpoints are stored: with the head for generation
+            AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
             AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
             return "texts.txt"
         kind.model().float().save_pretrained(folder)
@@ -301,6 +318,29 @@ class TestCommand:
         rows = json.loads(result.stdout)["rows"]
         assert {row["rank"] for row in rows} == {1, 2, 4, 6, 8} and (data / "curve.png").stat().st_size
         assert all(row["embedding_cosine"] > 1 - 1e-5 for row in rows if row["rank"] == 8)
+
+    @pytest.mark.parametrize("name", ["t5", "vit"])
+    def test_distillation(self, name, data, minilm, monkeypatch):
+        inputs = self.checkpoint(next(kind for kind in KINDS if kind.model_type == name), data / "model", minilm)
+        (data / "many.txt").write_text("\n\n".join(package_text()[4:8]))
+        monkeypatch.chdir(data)
+        widths = ["--qk-rank", "4", "--v-head-dim", "4"]
+        arguments = ["convert", "model", *widths, "--calibration", inputs, "--distil-steps", "2", "--out", "narrow", "--json"]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert result.exit_code == 0, result.output
+        told = json.loads(result.stdout)
+        assert told["distilled_on"] == told["calibrated_on"] == f"4 {'texts' if name == 't5' else 'inputs'} of {inputs}"
+        result = CliRunner().invoke(cli.app, [*arguments, "--distil-text", "many.txt", "--overwrite"])
+        if name == "vit":
+            assert result.exit_code == 2 and "reads no texts" in result.output
+        else:
+            assert json.loads(result.stdout)["distilled_on"] == "4 texts of many.txt"
+
+    def test_a_curve_of_images_is_refused(self, data, minilm, monkeypatch):
+        self.checkpoint(KINDS[0], data / "model", minilm)
+        monkeypatch.chdir(data)
+        result = CliRunner().invoke(cli.app, ["convert", "model", "--curve", "--calibration", "images"])
+        assert result.exit_code == 2 and "a curve is judged on the package's text" in " ".join(result.output.split())
 
     def test_in_a_process_of_its_own_with_the_advice(self, data, minilm):
         self.checkpoint(KINDS[0], data / "model", minilm)

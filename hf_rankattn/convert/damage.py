@@ -138,7 +138,8 @@ class Embeddings(Task):
         return super().answers(base_of(model))
 
     def read(self, output, batch):
-        states = output.last_hidden_state.float().cpu()
+        # the head of T5 is in the model with its encoder and decoder, and returns the states of the encoder
+        states = output.get("last_hidden_state", output.get("encoder_last_hidden_state")).float().cpu()
         mask = batch.get("attention_mask", torch.ones(states.shape[:2], dtype=torch.long))
         if self.pooling == "cls":  # padding can be on the left
             return states[torch.arange(len(states)), mask.argmax(1)]
