@@ -243,7 +243,9 @@ def convert_checkpoint(
             if dataset is not None:
                 raise
         if distil_text is not None and not of_texts:
-            raise ValueError(f"{source} reads no texts: leave `distil_text` out, to distil on the inputs of `calibration`.")
+            raise ValueError(
+                f"{source} reads no texts: leave `distil_text` out, to distil on the inputs of `calibration`."
+            )
         if of_texts and calibration != NONE and not texts:
             raise ValueError(f"{source} reads texts, and {calibration} is a folder: give a file of paragraphs.")
         if calibration != NONE:

@@ -48,7 +48,9 @@ def rank_curve(
     check_distil_text(distil_text, distil_steps)
     model = load(source)
     if (wanted := main_input(model.config)) != "input_ids":
-        raise ValueError(f"{source} reads {wanted}, and a curve is judged on the package's text: convert it at one width.")
+        raise ValueError(
+            f"{source} reads {wanted}, and a curve is judged on the package's text: convert it at one width."
+        )
     folder = checkpoint_folder(source, getattr(model.config, "_commit_hash", None))
     tokenizer = load_tokenizer(folder, padding_side=None)
     batches = calibration_batches(tokenizer, model, source, calibration)
