@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from hf_rankattn import convert_rank, package_text
 from hf_rankattn.convert.damage import Judge
 from hf_rankattn.families.slots import CONVERTIBLE
+from hf_rankattn.hub.cards import model_card
+from hf_rankattn.models.rank_attention import HeadGeometry
 from rankattn_cli import main as cli
 
 
@@ -192,6 +194,15 @@ def test_the_decoder_of_vit_mae_is_cut_too():
     assert errors[0] < errors[1]
 
 
+def test_the_card_of_a_stock_sentence_encoder_needs_no_import():
+    """Such as Sentence-T5."""
+    config = next(kind for kind in KINDS if kind.model_type == "t5").config()
+    heads = HeadGeometry(4, 4, 4, False, 1.0)
+    names = {"model_class": "T5EncoderModel", "repo_id": "me/narrow", "sentence_transformers": True}
+    card = str(model_card(config, **names, stock_heads=heads))
+    assert "from sentence_transformers import" in card and "import hf_rankattn" not in card
+
+
 def test_distillation_brings_the_states_of_encoder_and_decoder_nearer():
     kind = next(kind for kind in KINDS if kind.model_type == "t5")
     config = kind.config(decoder_start_token_id=0)
@@ -325,11 +336,13 @@ class TestCommand:
         (data / "many.txt").write_text("\n\n".join(package_text()[4:8]))
         monkeypatch.chdir(data)
         widths = ["--qk-rank", "4", "--v-head-dim", "4"]
-        arguments = ["convert", "model", *widths, "--calibration", inputs, "--distil-steps", "2", "--out", "narrow", "--json"]
+        options = ["--calibration", inputs, "--distil-steps", "2", "--out", "narrow", "--json"]
+        arguments = ["convert", "model", *widths, *options]
         result = CliRunner().invoke(cli.app, arguments)
         assert result.exit_code == 0, result.output
         told = json.loads(result.stdout)
-        assert told["distilled_on"] == told["calibrated_on"] == f"4 {'texts' if name == 't5' else 'inputs'} of {inputs}"
+        what = "texts" if name == "t5" else "inputs"
+        assert told["distilled_on"] == told["calibrated_on"] == f"4 {what} of {inputs}"
         result = CliRunner().invoke(cli.app, [*arguments, "--distil-text", "many.txt", "--overwrite"])
         if name == "vit":
             assert result.exit_code == 2 and "reads no texts" in result.output
