@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoToken
 from typer.testing import CliRunner
 
 from hf_rankattn import convert_rank, package_text
+from hf_rankattn.convert import checkpoint as converting
+from hf_rankattn.convert import curve
 from hf_rankattn.convert.damage import Judge
 from hf_rankattn.families.slots import CONVERTIBLE
 from hf_rankattn.hub.cards import model_card
@@ -260,6 +262,12 @@ def test_a_class_of_the_user_is_refused():
 
 
 class TestCommand:
+    @pytest.fixture(autouse=True)
+    def few_judged(self, monkeypatch):
+        """The vocabulary of the tokenizer makes logits large."""
+        for module in (converting, curve):
+            monkeypatch.setattr(module, "JUDGED", slice(40, 48))
+
     @pytest.fixture
     def data(self, tmp_path):
         """A folder of images, one of sounds, and a file of texts."""
