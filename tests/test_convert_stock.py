@@ -13,11 +13,16 @@ import torch
 import transformers
 from PIL import Image
 from scipy.io import wavfile
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_rankattn import convert_rank, package_text
+from hf_rankattn.convert import checkpoint as converting
+from hf_rankattn.convert import curve
+from hf_rankattn.convert.damage import Judge
 from hf_rankattn.families.slots import CONVERTIBLE
+from hf_rankattn.hub.cards import model_card
+from hf_rankattn.models.rank_attention import HeadGeometry
 from rankattn_cli import main as cli
 
 
@@ -128,7 +133,7 @@ class TestWidths:
             "import sys, torch; torch.set_num_threads(1); from transformers import AutoModel;"
             "torch.set_grad_enabled(False);"  # position biases with gradients go to another kernel
             "model = AutoModel.from_pretrained('narrow').eval(); saved = torch.load('expected.pt');"
-            "found = model(**saved['batch']).last_hidden_state.detach();"
+            "found = model(**saved['batch']).last_hidden_state;"
             "mask = saved['batch'].get('decoder_attention_mask', torch.ones(found.shape[:2])).bool();"
             "assert torch.equal(found[mask], saved['states']);"
             "assert not any(name.startswith('hf_rankattn') for name in sys.modules)"
@@ -186,6 +191,43 @@ def test_the_decoder_of_vit_mae_is_cut_too():
     assert cut.decoder.decoder_layers[0].attention.q_proj.weight.shape == (24, 16)
     with torch.no_grad():
         assert float((cut(**batch).logits - model(**batch).logits).norm() / model(**batch).logits.norm()) < 0.05
+        # narrower than both
+        calibrated, by_weights = (convert_rank(model, 3, 3, **options) for options in ({"calibration": batch}, {}))
+        errors = [(cut(**batch).logits - model(**batch).logits).norm() for cut in (calibrated, by_weights)]
+    assert errors[0] < errors[1]
+
+
+def test_the_card_of_a_stock_sentence_encoder_needs_no_import():
+    """Such as Sentence-T5."""
+    config = next(kind for kind in KINDS if kind.model_type == "t5").config()
+    heads = HeadGeometry(4, 4, 4, False, 1.0)
+    names = {"model_class": "T5EncoderModel", "repo_id": "me/narrow", "sentence_transformers": True}
+    card = str(model_card(config, **names, stock_heads=heads))
+    assert "from sentence_transformers import" in card and "import hf_rankattn" not in card
+
+
+def test_distillation_brings_the_states_of_encoder_and_decoder_nearer():
+    kind = next(kind for kind in KINDS if kind.model_type == "t5")
+    config = kind.config(decoder_start_token_id=0)
+    torch.manual_seed(0)
+    model, batch = transformers.T5ForConditionalGeneration(config).eval(), kind.inputs()
+
+    def error(cut, name):
+        with torch.no_grad():
+            found = [cut(**batch, output_hidden_states=True)[name][-1] for cut in (cut, model)]
+        return float((found[0] - found[1])[batch["attention_mask"].bool()].norm())
+
+    cut, distilled = (convert_rank(model, 3, 3, calibration=batch, distil_steps=steps) for steps in (0, 30))
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        assert error(distilled, name) < 0.9 * error(cut, name)
+
+
+def test_vit_mae_is_judged_on_the_same_patches():
+    """It hides patches at random: an unchanged model must keep all of its embeddings."""
+    kind = next(kind for kind in KINDS if kind.model_type == "vit_mae")
+    model = kind.model()
+    judge = Judge(model, None, [{"pixel_values": kind.inputs()["pixel_values"]}], 256)
+    assert judge.damage(model) == {"nearest_text_agreement": 1.0, "embedding_cosine": pytest.approx(1, abs=1e-6)}
 
 
 @pytest.mark.parametrize(
@@ -221,6 +263,12 @@ def test_a_class_of_the_user_is_refused():
 
 
 class TestCommand:
+    @pytest.fixture(autouse=True)
+    def few_judged(self, monkeypatch):
+        """The vocabulary of the tokenizer makes logits large."""
+        for module in (converting, curve):
+            monkeypatch.setattr(module, "JUDGED", slice(40, 48))
+
     @pytest.fixture
     def data(self, tmp_path):
         """A folder of images, one of sounds, and a file of texts."""
@@ -239,7 +287,8 @@ class TestCommand:
         if kind.width == "d_kv":
             torch.manual_seed(0)
             config = AutoConfig.for_model(kind.model_type, **{**T5, "vocab_size": 30522, "decoder_start_token_id": 0})
-            AutoModel.from_config(config).save_pretrained(folder)
+            # as T5 checkpoints are stored: with the head for generation
+            AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
             AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
             return "texts.txt"
         kind.model().float().save_pretrained(folder)
@@ -289,6 +338,31 @@ class TestCommand:
         rows = json.loads(result.stdout)["rows"]
         assert {row["rank"] for row in rows} == {1, 2, 4, 6, 8} and (data / "curve.png").stat().st_size
         assert all(row["embedding_cosine"] > 1 - 1e-5 for row in rows if row["rank"] == 8)
+
+    @pytest.mark.parametrize("name", ["t5", "vit"])
+    def test_distillation(self, name, data, minilm, monkeypatch):
+        inputs = self.checkpoint(next(kind for kind in KINDS if kind.model_type == name), data / "model", minilm)
+        (data / "many.txt").write_text("\n\n".join(package_text()[4:8]))
+        monkeypatch.chdir(data)
+        widths = ["--qk-rank", "4", "--v-head-dim", "4"]
+        options = ["--calibration", inputs, "--distil-steps", "2", "--out", "narrow", "--json"]
+        arguments = ["convert", "model", *widths, *options]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert result.exit_code == 0, result.output
+        told = json.loads(result.stdout)
+        what = "texts" if name == "t5" else "inputs"
+        assert told["distilled_on"] == told["calibrated_on"] == f"4 {what} of {inputs}"
+        result = CliRunner().invoke(cli.app, [*arguments, "--distil-text", "many.txt", "--overwrite"])
+        if name == "vit":
+            assert result.exit_code == 2 and "reads no texts" in result.output
+        else:
+            assert json.loads(result.stdout)["distilled_on"] == "4 texts of many.txt"
+
+    def test_a_curve_of_images_is_refused(self, data, minilm, monkeypatch):
+        self.checkpoint(KINDS[0], data / "model", minilm)
+        monkeypatch.chdir(data)
+        result = CliRunner().invoke(cli.app, ["convert", "model", "--curve", "--calibration", "images"])
+        assert result.exit_code == 2 and "a curve is judged on the package's text" in " ".join(result.output.split())
 
     def test_in_a_process_of_its_own_with_the_advice(self, data, minilm):
         self.checkpoint(KINDS[0], data / "model", minilm)

@@ -54,6 +54,7 @@ def sounds(tmp_path_factory):
     wavfile.write(folder / "b.WAV", 8000, np.round(b.clip(-1, 1) * 32767).astype(np.int16))
     wavfile.write(folder / "more" / "c.wav", rate, np.stack([c, np.zeros_like(c)], 1))
     (folder / "notes.txt").write_text("no sound")
+    (folder / "more" / "._c.wav").write_bytes(b"Mac OS X")  # macOS writes such files beside those of an archive
     slow = np.round(b.clip(-1, 1) * 32767).astype(np.float32) / 32768
     return folder, [a, resample_poly(slow, 2, 1).astype(np.float32), c / 2]
 

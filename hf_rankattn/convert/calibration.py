@@ -1,6 +1,7 @@
 """Calibration batches for the model below its head, and the masks of their real tokens."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +29,14 @@ def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[
             batch = {name: value.flatten(0, 1) for name, value in batch.items()}
         # a tensor of inference mode cannot be saved for a backward pass
         yield {name: value.clone() if value.is_inference() else value for name, value in batch.items()}
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """The same random numbers in each of these contexts: ViT-MAE draws the patches that it hides."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def in_pieces(batch: dict[str, torch.Tensor], rows: int | None) -> Iterator[dict[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .. import models
 from ..families.slots import entries_of, family_of_type
 from ..files.atomic import fresh_folder
 from ..files.batches import (
+    BATCH,
     EndlessBatches,
     UnfitTokenizer,
     check_tokens,
@@ -85,6 +87,11 @@ def distilled_texts(file: str | Path, judged: Sequence[Any]) -> list[str]:
     if not kept:
         raise ValueError(f"all texts of {file} overlap with the texts that judge the model: give others.")
     return kept
+
+
+def batches_to_distil(tokenizer, model: PreTrainedModel, texts: Sequence[str], seed: int) -> EndlessBatches:
+    limit = token_limit(model, LONGEST_DISTILLED)
+    return EndlessBatches(tokenizer, texts, limit, seed, BATCH, partial(with_decoder_texts, model))
 
 
 def load(name: str) -> PreTrainedModel:
@@ -235,6 +242,10 @@ def convert_checkpoint(
                 raise ValueError(f"{error} {hint}") from error
             if dataset is not None:
                 raise
+        if distil_text is not None and not of_texts:
+            raise ValueError(
+                f"{source} reads no texts: leave `distil_text` out, to distil on the inputs of `calibration`."
+            )
         if of_texts and calibration != NONE and not texts:
             raise ValueError(f"{source} reads texts, and {calibration} is a folder: give a file of paragraphs.")
         if calibration != NONE:
@@ -243,10 +254,9 @@ def convert_checkpoint(
         judged = read_judged(model, source, dataset, split, column, label_column, examples)
         objective = objective or default_objective(model.config, calibration != NONE)
         fit: dict[str, Any] = {"objective": objective, "distil_steps": distil_steps, "ranks": ranks, **request}
-        trained = texts
         if distil_text is not None:
             trained = distilled_texts(distil_text, judged.texts)
-            fit["distil_batches"] = EndlessBatches(tokenizer, trained, token_limit(model, LONGEST_DISTILLED), seed)
+            fit["distil_batches"] = batches_to_distil(tokenizer, model, trained, seed)
         # before the conversion, so that texts or labels that cannot be used are refused at once
         judge = (
             make_judge(model, tokenizer, judged, pooling_of(folder)) if tokenizer is not None or judged.media else None
@@ -286,8 +296,8 @@ def convert_checkpoint(
             count = len(texts) or sum(len(next(iter(batch.values()))) for batch in calibrating)
             outcome.calibrated_on = f"{count} {'texts' if texts else 'inputs'} of {name}"
         if distil_steps:
-            of = name if distil_text is None else Path(distil_text).name
-            outcome.distilled_on = f"{len(trained):,} texts of {of}"
+            few = outcome.calibrated_on
+            outcome.distilled_on = f"{len(trained):,} texts of {Path(distil_text).name}" if distil_text else few
         if judge is not None:
             outcome.damage = judge.damage(converted)
             outcome.judged_on = f"{judged.source}, {judged.split}"

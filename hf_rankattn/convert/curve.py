@@ -8,17 +8,17 @@ import transformers
 
 from ..families.slots import family_of_type
 from ..files.atomic import staged
-from ..files.batches import EndlessBatches
+from ..files.batches import main_input
 from ..files.checkpoints import load_tokenizer
 from ..files.companions import checkpoint_folder, pooling_of, repository_of
 from ..files.texts import package_text
 from . import convert_model
 from .checkpoint import (
     JUDGED,
-    LONGEST_DISTILLED,
     NONE,
     PACKAGE,
     Progress,
+    batches_to_distil,
     calibration_batches,
     check_distil_text,
     default_objective,
@@ -47,6 +47,10 @@ def rank_curve(
     """
     check_distil_text(distil_text, distil_steps)
     model = load(source)
+    if (wanted := main_input(model.config)) != "input_ids":
+        raise ValueError(
+            f"{source} reads {wanted}, and a curve is judged on the package's text: convert it at one width."
+        )
     folder = checkpoint_folder(source, getattr(model.config, "_commit_hash", None))
     tokenizer = load_tokenizer(folder, padding_side=None)
     batches = calibration_batches(tokenizer, model, source, calibration)
@@ -59,8 +63,7 @@ def rank_curve(
         ways["calibrated and distilled"] = distilled = {**texts, "distil_steps": distil_steps}
         if distil_text is not None:
             trained = distilled_texts(distil_text, package_text()[JUDGED])
-            limit = token_limit(model, LONGEST_DISTILLED)
-            distilled["distil_batches"] = EndlessBatches(tokenizer, trained, limit, seed)
+            distilled["distil_batches"] = batches_to_distil(tokenizer, model, trained, seed)
     return list(curve_rows(model, judge, ranks, ways, seed, progress))
 
 

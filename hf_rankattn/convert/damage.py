@@ -15,7 +15,7 @@ from ..families.architectures import base_of
 from ..files.batches import BATCH, Text, UnfitTokenizer, check_tokens, encode
 from ..files.running import batches_of, evaluating
 from ..measure.threads import one_thread
-from .calibration import with_decoder_texts
+from .calibration import same_draws, with_decoder_texts
 
 
 MASKED_SHARE = 0.15
@@ -119,7 +119,7 @@ class Task:
 
     def answers(self, model: PreTrainedModel) -> torch.Tensor:
         found = []
-        with evaluating(model):
+        with evaluating(model), same_draws():
             for inputs, batch in zip(batches_of(model, self.batches), self.batches, strict=True):
                 output = model(**inputs)
                 if not bool(torch.isfinite(output[0]).all()):
@@ -138,7 +138,8 @@ class Embeddings(Task):
         return super().answers(base_of(model))
 
     def read(self, output, batch):
-        states = output.last_hidden_state.float().cpu()
+        # the head of T5 is in the model with its encoder and decoder, and returns the states of the encoder
+        states = output.get("last_hidden_state", output.get("encoder_last_hidden_state")).float().cpu()
         mask = batch.get("attention_mask", torch.ones(states.shape[:2], dtype=torch.long))
         if self.pooling == "cls":  # padding can be on the left
             return states[torch.arange(len(states)), mask.argmax(1)]

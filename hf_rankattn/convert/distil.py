@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..families.architectures import base_of
 from ..files.running import Inputs, evaluating
-from .calibration import calibration_batches, real_tokens
+from .calibration import calibration_batches, real_tokens, same_draws
 
 
 WARMUP = 10
@@ -44,6 +44,20 @@ def state_loss(student: torch.Tensor, teacher: torch.Tensor, real: torch.Tensor)
     count = real.sum(1, keepdim=True).clamp(min=1)
     student, teacher = student.sum(1) / count, teacher.sum(1) / count
     return tokens + (student - teacher).square().sum() / teacher.square().sum()
+
+
+def layer_states(base: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The states (batch, n, d) after every layer, of an encoder and then of its decoder, each with its real tokens (batch, n)."""
+    output = base(**batch, output_hidden_states=True)
+    stacks = {"hidden_states": "attention_mask"}
+    if "encoder_hidden_states" in output:
+        stacks = {"encoder_hidden_states": "attention_mask", "decoder_hidden_states": "decoder_attention_mask"}
+    found = []
+    for name, mask in stacks.items():
+        _, *states = output[name]
+        real = real_tokens(batch, tuple(states[0].shape[:2]), mask).to(states[0].device)
+        found += [(layer, real) for layer in states]
+    return found
 
 
 def of_new_width(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -92,13 +106,14 @@ def distil(
                 weight.requires_grad_(any(weight is own for own in weights))
             for step in range(steps):
                 batch = next(stream)
-                targets = original(**batch, output_hidden_states=True).hidden_states
+                with same_draws():
+                    targets = layer_states(original, batch)
                 with torch.enable_grad():
                     floats = {name: x.to(learner.dtype) for name, x in batch.items() if x.is_floating_point()}
-                    states = learner(**{**batch, **floats}, output_hidden_states=True).hidden_states
-                    real = real_tokens(batch, tuple(targets[0].shape[:2])).to(targets[0].device)
-                    pairs = zip(states[1:], targets[1:], strict=True)
-                    loss = sum(state_loss(ours, theirs, real) for ours, theirs in pairs)
+                    with same_draws():
+                        states = layer_states(learner, {**batch, **floats})
+                    triples = zip(states, targets, strict=True)
+                    loss = sum(state_loss(ours, theirs, real) for (ours, _), (theirs, real) in triples)
                     if not bool(torch.isfinite(loss)):  # type: ignore[arg-type]
                         raise ValueError(
                             f"the loss of distillation is not finite at step {step + 1}: on the batches of texts the states of "

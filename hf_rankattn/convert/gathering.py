@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..families.architectures import base_of
 from ..families.slots import Slot
 from ..files.running import Inputs, evaluating
-from .calibration import calibration_batches, in_pieces, real_tokens
+from .calibration import calibration_batches, in_pieces, real_tokens, same_draws
 from .factors import best_factors
 from .heads import FusedHeads, LinearHeads, Tensors
 from .moments import LayerMoments, MixedMoments, precise
@@ -87,11 +87,13 @@ def seeing_mixed(part: Part, block: Any, receive: Callable[[torch.Tensor], None]
 
 
 def walk(model: PreTrainedModel, slots: Sequence[Slot], calibration: Inputs, watch: Watch) -> None:
-    """Run the calibration through the model below its head, up to the last application of the blocks at `slots`.
+    """Run the calibration through the model, below its head if no block is in it, up to the last application of the blocks at `slots`.
 
     `watch(batch, stack, done)` sets up what is to be seen in one pass, and calls `done` after each application of a block.
     """
-    base = base_of(model)
+    base: PreTrainedModel = base_of(model)
+    if {slot.module for slot in slots} - set(base.modules()):
+        base = model  # the decoder of ViT-MAE is its head
     applications = sum(slot.applications for slot in slots)
     left = 0
 
@@ -106,8 +108,7 @@ def walk(model: PreTrainedModel, slots: Sequence[Slot], calibration: Inputs, wat
             # moments are sums over texts: on a CPU few texts at a time are as fast and take less memory
             for piece in in_pieces(batch, 2 if base.device.type == "cpu" else None):
                 left = applications
-                with ExitStack() as stack, suppress(Finished), torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)  # ViT-MAE draws the patches that it hides
+                with ExitStack() as stack, suppress(Finished), same_draws():
                     watch(piece, stack, done)
                     base(**piece)
 

@@ -1,6 +1,6 @@
 """From texts to batches of tokens, and random batches for any model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -52,9 +52,21 @@ def padded_batches(tokenizer, texts: Sequence[Text], limit: int, size: int = BAT
 
 
 class EndlessBatches:
-    """Batches of texts without end, tokenised when they are read; `seed` determines the order of each pass over the texts."""
+    """Batches of texts without end, tokenised and changed by `prepare` when they are read.
 
-    def __init__(self, tokenizer, texts: Sequence[str], limit: int, seed: int, size: int = BATCH):
+    `seed` determines the order of each pass over the texts.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        texts: Sequence[str],
+        limit: int,
+        seed: int,
+        size: int = BATCH,
+        prepare: Callable[[Batch], Batch] = dict,
+    ):
+        self.prepare = prepare
         self.tokenizer, self.texts, self.limit, self.seed, self.size = tokenizer, texts, limit, seed, size
 
     def order(self) -> Iterator[int]:
@@ -66,7 +78,7 @@ class EndlessBatches:
         order = self.order()
         while True:
             texts = [self.texts[place] for place in islice(order, self.size)]
-            yield dict(encode(self.tokenizer, texts, self.limit))
+            yield self.prepare(dict(encode(self.tokenizer, texts, self.limit)))
 
 
 def text_batches(

@@ -124,6 +124,7 @@ def first_entries(
     what = {"Image": "images", "Audio": "sounds"}[kind]
     folder = Path(source) if Path(source).is_dir() else None
     inside = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+    inside = [path for path in inside if not path.name.startswith("._")]  # macOS stores more about a file in these
     if files := [path for path in inside if path.suffix.lower() in suffixes]:
         return [(str(file), file) for file in files[:examples]]
     entries = []
