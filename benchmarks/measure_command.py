@@ -20,7 +20,7 @@ from hf_rankattn.probe.survey import measure_checkpoint
 
 EXAMPLES, LENGTH = 8, 128
 INDEX = ["question", "variant", "layer", "head", "example", "component", "metric"]
-COUNTS = ("numerical_rank", "energy_rank")
+COUNTS = ("numerical_rank", "energy_rank", "value_numerical_rank", "value_energy_rank", "sink_rate")
 REMOVED = {"san": ("skip", "mlp"), "san+mlp": ("skip",), "san+skip": ("mlp",), "transformer": ()}
 
 
@@ -47,6 +47,7 @@ RANKS: dict[str, Callable[[torch.Tensor], float]] = {
     "participation_ratio": lambda singular: float(singular.square().sum() ** 2 / (singular**4).sum()),
     "energy_rank": energy_rank,
 }
+RANKS_OF_MAPS = {**RANKS, "spectral_gap": lambda singular: float(singular[1] / singular[0])}
 
 
 class Script:
@@ -63,10 +64,11 @@ class Script:
     def add(self, question: str, metric: str, value: float, **place) -> None:
         self.rows.append((question, *(place.get(name) for name in INDEX[1:-1]), metric, value))
 
-    def ranks(self, question: str, matrix: torch.Tensor, **place) -> None:
+    def ranks(self, question: str, matrix: torch.Tensor, ranks=RANKS, prefix: str = "", **place) -> None:
         singular = torch.linalg.svdvals(matrix) if self.shared else None
-        for metric, rank in RANKS.items():
-            self.add(question, metric, rank(torch.linalg.svdvals(matrix) if singular is None else singular), **place)
+        for metric, rank in ranks.items():
+            value = rank(torch.linalg.svdvals(matrix) if singular is None else singular)
+            self.add(question, f"{prefix}{metric}", value, **place)
 
     def shares(self, question: str, matrix: torch.Tensor, width: int, **place) -> None:
         energy = torch.linalg.svdvals(matrix)[:width].square()
@@ -119,6 +121,8 @@ class Script:
                 self.add("collapse", "relative_residual", norms[0] / norms[1], **place)
                 self.add("collapse", "residual_norm", norms[0], **place)
                 self.add("collapse", "token_cosine", pairs / (length * (length - 1)), **place)
+                if variant == "transformer":
+                    self.add("collapse", "effective_rank", effective_rank(torch.linalg.svdvals(x)), **place)
 
     def maps(self, layers: tuple[torch.Tensor, ...], lengths: list[int]) -> None:
         for layer, maps in enumerate(layers):
@@ -126,10 +130,13 @@ class Script:
                 for head in range(maps.shape[1]):
                     matrix = maps[example, head, :length, :length]
                     place = {"layer": layer, "head": head, "example": example}
-                    self.ranks("attention", matrix, **place)
+                    self.ranks("attention", matrix, RANKS_OF_MAPS, **place)
                     self.add("attention", "argmax_coverage", len(matrix.argmax(-1).unique()), **place)
                     entropy = torch.special.entr(matrix).sum(-1).mean()
                     self.add("attention", "row_entropy", float(entropy), **place)
+                    sink = float(matrix[:, 0].mean())
+                    self.add("attention", "sink_mass", sink, **place)
+                    self.add("attention", "sink_rate", float(sink > 0.3), **place)
 
     def logits(self, model: BertModel, layers: tuple[torch.Tensor, ...], lengths: list[int]) -> None:
         heads = model.config.num_attention_heads
@@ -153,8 +160,11 @@ class Script:
         heads = model.config.num_attention_heads
         for layer, module in enumerate(model.encoder.layer):
             attention = module.attention.self
-            queries, keys = (part.weight.unflatten(0, (heads, -1)) for part in (attention.query, attention.key))
-            for head, (query, key) in enumerate(zip(queries, keys, strict=True)):
+            parts = (attention.query, attention.key, attention.value)
+            queries, keys, values = (part.weight.unflatten(0, (heads, -1)) for part in parts)
+            outputs = module.attention.output.dense.weight.T.unflatten(0, (heads, -1))
+            for head, (query, key, value, output) in enumerate(zip(queries, keys, values, outputs, strict=True)):
+                self.ranks("weights", value.T @ output, prefix="value_", layer=layer, head=head)
                 form = query.T @ key
                 self.ranks("weights", form, layer=layer, head=head)
                 self.shares("weights", form, len(query), layer=layer, head=head)
