@@ -21,6 +21,7 @@ from hf_rankattn.measure import (
     token_cosine,
 )
 from hf_rankattn.measure.rate import precision_floor
+from hf_rankattn.measure.spectrum import states_effective_rank
 from hf_rankattn.report.plots import published_residuals
 
 
@@ -124,7 +125,93 @@ class TestResidual:
                 residual(x, mask, center)
 
 
+RANKS = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank")
+
+
+def uniform_map(n):
+    return torch.full((n, n), 1 / n, dtype=torch.float64)
+
+
+def sink_map(n, weight=1.0):
+    """Every token puts this weight on the first token, and the rest on itself."""
+    first = torch.zeros(n, n, dtype=torch.float64)
+    first[:, 0] = 1
+    return weight * first + (1 - weight) * torch.eye(n, dtype=torch.float64)
+
+
 class TestSpectrum:
+    @pytest.mark.parametrize("n", [2, 10, 64])
+    def test_the_closed_forms_of_uniform_identity_and_sink(self, n):
+        for maps, rank, gap, coverage, entropy, mass in (
+            (uniform_map(n), 1, 0, 1, math.log(n), 1 / n),
+            (torch.eye(n, dtype=torch.float64), n, 1, n, 0, 1 / n),
+            (sink_map(n), 1, 0, 1, 0, 1),
+        ):
+            expected = dict.fromkeys(RANKS, rank) | {"argmax_coverage": coverage, "row_entropy": entropy}
+            expected |= {"spectral_gap": gap, "sink_mass": mass, "sink_rate": float(mass > 0.3)}
+            if rank == n:  # the fewest equal values that hold 90 %
+                expected["energy_rank"] = math.ceil(0.9 * n)
+            full, cheap = spectral_metrics(maps), cheap_metrics(maps)
+            assert {name: value.item() for name, value in full.items()} == pytest.approx(expected, abs=1e-7)
+            shared = set(expected) & set(cheap)
+            assert {"sink_mass", "sink_rate", "participation_ratio"} <= shared
+            for name in shared:
+                assert cheap[name].item() == pytest.approx(expected[name], abs=1e-7), name
+
+    @pytest.mark.parametrize("measure", [spectral_metrics, cheap_metrics])
+    def test_a_sink_counts_above_three_tenths_on_the_first_token_that_is_no_padding(self, measure):
+        n, padding = 10, 3
+        for weight, rate in ((0.2, 0), (0.25, 1)):  # the first token keeps its own rest: the mass is w + (1 - w) / n
+            metrics = measure(sink_map(n, weight))
+            assert metrics["sink_mass"].item() == pytest.approx(weight + (1 - weight) / n)
+            assert metrics["sink_rate"] == rate
+            left = torch.full((1, n + padding, n + padding), torch.nan, dtype=torch.float64)
+            left[:, padding:, padding:] = sink_map(n, weight)
+            padded = measure(left, (torch.arange(n + padding) >= padding).long()[None])
+            assert (
+                padded["sink_mass"].item() == pytest.approx(metrics["sink_mass"].item())
+                and padded["sink_rate"] == rate
+            )
+
+    def test_the_gap_is_that_of_a_sink_of_half_the_weight(self):
+        # M M^T is 1/4 (I + 1 1^T + the first row and column): the ratio follows from its two eigenvalues that are not 1/4
+        n = 6
+        form = np.eye(n) + np.ones((n, n))
+        form[0] += 1
+        form[:, 0] += 1
+        lowest, *_, second, largest = np.linalg.eigvalsh(form)
+        assert second == pytest.approx(1)
+        found = spectral_metrics(sink_map(n, 0.5))["spectral_gap"].item()
+        assert found == pytest.approx(math.sqrt(second / largest))
+
+    @pytest.mark.parametrize("tokens, width", [(12, 5), (5, 12), (8, 8)])
+    def test_the_effective_rank_of_states(self, tokens, width):
+        eye = torch.eye(tokens, width, dtype=torch.float64)
+        sink = torch.zeros(tokens, width, dtype=torch.float64)
+        sink[:, 0] = 1
+        x = torch.randn(tokens, width, dtype=torch.float64)
+        singular = np.linalg.svd(x.numpy(), compute_uv=False)
+        share = singular / singular.sum()
+        for states, expected in (
+            (torch.ones(tokens, width), 1),
+            (sink, 1),
+            (eye, min(tokens, width)),
+            (1e-20 * eye.float(), min(tokens, width)),
+            (x, np.exp(-(share * np.log(share)).sum())),
+        ):
+            assert states_effective_rank(states).item() == pytest.approx(expected, rel=1e-7)
+
+    def test_padding_and_equal_tokens_add_no_rank_to_states(self):
+        x, mask = torch.randn(2, 9, 16), torch.ones(2, 9)
+        mask[0, 6:], x[0, 6:] = 0, torch.nan
+        together = states_effective_rank(x, mask)
+        torch.testing.assert_close(
+            together, torch.stack([states_effective_rank(x[0, :6]), states_effective_rank(x[1])])
+        )
+        same = torch.randn(16).expand(40, 16)
+        assert states_effective_rank(same).item() == pytest.approx(1, abs=1e-6)
+        assert states_effective_rank(torch.cat([x[1], x[1]])).item() == pytest.approx(together[1].item(), rel=1e-5)
+
     @settings(max_examples=60, deadline=None)
     @given(maps_of())
     def test_bounds_and_the_float64_oracle(self, maps):
@@ -139,7 +226,7 @@ class TestSpectrum:
         assert metrics["argmax_coverage"] == len(set(maps.argmax(-1).tolist()))
         kept = (singular**2).cumsum() / (singular**2).sum()
         assert metrics["energy_rank"] in (1 + (kept < 0.9 - 1e-12).sum(), 1 + (kept < 0.9 + 1e-12).sum())
-        for name in ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank"):
+        for name in RANKS:
             assert 1 - 1e-9 <= metrics[name] <= n + 1e-9, name
         assert metrics["effective_rank"] <= (singular > 0).sum() + 1e-9
         assert -1e-12 <= metrics["row_entropy"] <= math.log(n) + 1e-9

@@ -233,6 +233,33 @@ class TestWeights:
             found = value_of(measure_weights(model), "effective_rank", head=head).item()
             assert found == pytest.approx(spectral_metrics(form[None])["effective_rank"].item())
 
+    def test_the_values_of_identity_uniform_and_sink_weights(self):
+        model = small("bert", hidden=64, layers=1).double()
+        attention = model.encoder.layer[0].attention
+        value, output = attention.self.value.weight.data, attention.output.dense.weight.data
+        eye, ones, sink = torch.eye(64), torch.ones(64, 64), torch.zeros(64, 64)
+        sink[0] = 1  # every direction is written to the first feature
+        names = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank")
+        for written, rank in ((eye, 16), (ones, 1), (sink, 1)):  # four heads of width 16
+            value.copy_(eye)
+            output.copy_(written)
+            table = measure_weights(model)
+            for name in names:
+                expected = 15 if (name, rank) == ("energy_rank", 16) else rank  # 15 of 16 equal values hold 90 %
+                found = value_of(table, f"value_{name}").tolist()
+                assert found == pytest.approx([expected] * 4, abs=1e-6), name
+
+    def test_values_of_shared_value_heads_against_their_forms(self):
+        model = small("llama", hidden=64, layers=1, head_dim=8).double()
+        attention = model.layers[0].self_attn
+        table = measure_weights(model)
+        for head in range(4):
+            value = attention.v_proj.weight.view(2, 8, 64)[head // 2]
+            expected = spectral_metrics((value.T @ attention.o_proj.weight[:, 8 * head : 8 * head + 8].T)[None])
+            for name in ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "energy_rank"):
+                found = value_of(table, f"value_{name}", head=head).item()
+                assert found == pytest.approx(expected[name].item()), (name, head)
+
     @pytest.mark.parametrize("kv, q, expected", [(24, 64, 40), (100, 200, 48), (100, 20, 20)])
     def test_the_rule_of_latent_attention(self, kv, q, expected):
         widths = {"q_lora_rank": q, "kv_lora_rank": kv, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
