@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from . import theory
     from .convert import Conversion, convert_rank
     from .files.texts import package_text
+    from .limit import RankCache, RankLimit, limit_rank
     from .papers import reproduce
     from .probe import (
         RankCallback,
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conversion",
+    "RankCache",
     "RankCallback",
+    "RankLimit",
     "__version__",
     "ablate",
     "cheap_metrics",
@@ -54,6 +57,7 @@ __all__ = [
     "export_model",
     "isolated_paths",
     "layer_bounds",
+    "limit_rank",
     "load_task",
     "measure_attention",
     "measure_collapse",
@@ -79,6 +83,7 @@ _LAZY = {
     "Conversion": ".convert",
     "convert_rank": ".convert",
     "load_task": ".tasks",
+    **dict.fromkeys(("RankCache", "RankLimit", "limit_rank"), ".limit"),
     "package_text": ".files.texts",
     "reproduce": ".papers",
     **dict.fromkeys(("RankCallback", "ablate", "isolated_paths", "layer_bounds"), ".probe"),

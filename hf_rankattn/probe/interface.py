@@ -18,6 +18,8 @@ from ..families.stream import states_of, tensors_in
 
 
 NAME = "rankattn"
+# the attribute of an attention module within a rank limit; it stands in `__dict__`, so that the module has no new parameters
+LIMIT = "rank_limit"
 
 
 class Attended(NamedTuple):
@@ -111,6 +113,11 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 def shown_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     look, implementation = _shown.get()
     output = maps = None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    limit = module.__dict__.get(LIMIT)
+    if limit is not None and implementation != "none":
+        query, key, value = limit.narrow(module, query, key, value)
+        scaling = scale
     if implementation != "none":
         function = eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         try:
@@ -121,7 +128,8 @@ def shown_attention(module, query, key, value, attention_mask, scaling=None, **k
             raise ValueError(
                 f"the eager attention of {type(module).__name__}, which returns maps, fails: {error}"
             ) from error
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if limit is not None and output is not None:
+        output = limit.expand(output)
     replaced = look(Attended(module, query, key, value, scale, maps, attention_mask, kwargs))
     if replaced is None and implementation == "none":  # the attention of another tower, or to another one
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -1,0 +1,3 @@
+from .cache import RankCache as RankCache
+from .limiting import RankLimit as RankLimit
+from .limiting import limit_rank as limit_rank
