@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers.utils import logging
 
 from benchmarks.measure_command import minilm
 from benchmarks.rank_bert import LAYERS, SHAPES, step
@@ -43,6 +44,7 @@ def file_size(model: PreTrainedModel, folder: Path) -> int:
 
 def run(repeats: int) -> Iterator[Row]:
     """The time of a cut model depends on its widths and not on its weights, so the weights alone are cut."""
+    logging.disable_progress_bar()
     original = converting.load(minilm()).eval()
     with TemporaryDirectory() as folder:
         size, graph = file_size(original, Path(folder)), in_onnxruntime(original, Path(folder))
