@@ -24,6 +24,7 @@ from benchmarks import (
     rank_bert,
     tasks,
     theory,
+    widths,
 )
 from benchmarks.baseline import Run, comparison, read_run, this_machine, verdict
 from benchmarks.timing import Row
@@ -56,6 +57,7 @@ SUITES = {
     "distilled": Suite(convert.distilled, 1200, usual=False),
     "theory": Suite(theory.run, 40),
     "growth": Suite(growth.run, 110),
+    "widths": Suite(widths.run, 300, usual=False),
 }
 USUAL = [name for name, suite in SUITES.items() if suite.usual]
 
@@ -67,7 +69,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         choices=SUITES,
         nargs="+",
         default=USUAL,
-        help="which suites to run (default: all but distilled and one_billion)",
+        help=f"which suites to run (default: all but {', '.join(name for name in SUITES if name not in USUAL)})",
     )
     parser.add_argument("--repeats", type=int, default=7, help="timed repeats of each competitor (at least 7)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")

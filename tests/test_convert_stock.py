@@ -29,6 +29,23 @@ from rankattn_cli import main as cli
 VIT = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 37}
 VIT |= {"image_size": 32, "patch_size": 8}
 T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 37, "vocab_size": 47}
+# Runs several commands in one process, as most of the time of a process is its imports. The vocabulary of the tokenizer makes
+# logits large, so few paragraphs are judged.
+SEVERAL = """
+import contextlib, io, json, sys
+from hf_rankattn.convert import checkpoint
+from rankattn_cli import main as cli
+checkpoint.JUDGED = slice(40, 48)
+printed = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            cli.main(arguments)
+        except SystemExit as exit:
+            assert not exit.code, (arguments, exit.code)
+    printed.append(json.loads(output.getvalue()))
+print(json.dumps(printed))
+"""
 
 
 @dataclass(frozen=True)
@@ -301,33 +318,29 @@ class TestCommand:
         processor(**options).save_pretrained(folder)
         return "images"
 
-    @pytest.mark.parametrize("kind", KINDS, ids=IDS)
-    def test_every_model_type_from_a_folder(self, kind, data, minilm, monkeypatch):
-        inputs = self.checkpoint(kind, data / "model", minilm)
-        monkeypatch.chdir(data)
-        judged = [] if inputs == "texts.txt" else ["--dataset", inputs]
-        arguments = [
-            "model",
-            "--qk-rank",
-            "4",
-            "--v-head-dim",
-            "4",
-            "--calibration",
-            inputs,
-            *judged,
-            "--out",
-            "narrow",
-        ]
-        result = CliRunner().invoke(cli.app, ["convert", *arguments, "--json"])
-        assert result.exit_code == 0, result.output
-        told = json.loads(result.stdout)
-        assert told["damage"] and told["calibrated_on"].startswith("4 ") and "stock checkpoint" in told["load"]
-        config = AutoConfig.from_pretrained("narrow")
-        assert config.model_type == kind.model_type and getattr(config, kind.width) == 4
-        card = (data / "narrow" / "README.md").read_text()
-        assert "import hf_rankattn" not in card and "library_name: transformers" in card
-        narrow = dict(AutoModel.from_pretrained("narrow").named_parameters())
-        assert {len(w) for name, w in narrow.items() if name.endswith(("q_proj.weight", ".q.weight"))} == {16}
+    def test_every_model_type_from_a_folder_in_a_process_of_its_own(self, data, minilm):
+        commands = []
+        for kind in KINDS:
+            inputs = self.checkpoint(kind, data / kind.model_type, minilm)
+            judged = [] if inputs == "texts.txt" else ["--dataset", inputs]
+            widths = ["--qk-rank", "4", "--v-head-dim", "4", "--calibration", inputs]
+            narrow = f"narrow-{kind.model_type}"
+            commands.append(["convert", kind.model_type, *widths, *judged, "--out", narrow, "--json"])
+        arguments = [sys.executable, "-c", SEVERAL, json.dumps(commands)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(arguments, cwd=data, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        for kind, told in zip(KINDS, json.loads(done.stdout), strict=True):
+            name, narrow = kind.model_type, data / f"narrow-{kind.model_type}"
+            assert told["damage"] and told["calibrated_on"].startswith("4 "), name
+            assert "stock checkpoint" in told["load"], name
+            config = AutoConfig.from_pretrained(narrow)
+            assert config.model_type == name and getattr(config, kind.width) == 4
+            card = (narrow / "README.md").read_text()
+            assert "import hf_rankattn" not in card and "library_name: transformers" in card, name
+            weights = dict(AutoModel.from_pretrained(narrow).named_parameters())
+            queries = {len(weight) for key, weight in weights.items() if key.endswith(("q_proj.weight", ".q.weight"))}
+            assert queries == {16}, name
 
     def test_a_curve_cuts_both_widths(self, data, minilm, monkeypatch):
         self.checkpoint(next(kind for kind in KINDS if kind.model_type == "t5"), data / "model", minilm)

@@ -278,3 +278,12 @@ def test_a_group_of_one_head_has_the_closed_form():
     root = root_of_moment(values.mT @ values)
     *_, lost = shared_factors(root, rows, 2)
     torch.testing.assert_close(lost[0], torch.linalg.svdvals(values[0] @ rows[0].T)[2:].square().sum())
+
+
+def test_a_group_of_heads_loses_nothing_at_the_old_width():
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.randn(2, 30, 5, generator=generator, dtype=torch.float64)
+    rows = torch.randn(2, 9, 5, generator=generator, dtype=torch.float64)
+    value, output, lost = shared_factors(root_of_moment(mixed.mT @ mixed), rows, 5)
+    torch.testing.assert_close(mixed @ value @ output.mT, mixed @ rows.mT, rtol=0, atol=1e-9)
+    assert float(lost.max()) < 1e-12 * float((mixed @ rows.mT).square().sum())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from testing_common import FAMILIES, XLNET
+from testing_common import CAMEMBERT, FAMILIES, XLM_ROBERTA, XLNET
 from testing_folders import LENGTH, NARROW, checkpoint_folder
 from transformers import AutoModel, AutoTokenizer
 
@@ -95,6 +95,25 @@ def test_measure_convert_and_demo(family, rank, tmp_path):
 
     assert len(demo["claims"]) == 6 and demo["checkpoint"]["findings"]
     assert (tmp_path / "demo" / "report.html").stat().st_size
+
+
+def test_convert_the_families_that_have_the_code_of_roberta(tmp_path):
+    """XLM-RoBERTa and CamemBERT have tokenizers of their own."""
+    (tmp_path / "texts.txt").write_text("\n\n".join(package_text()[:4]))
+    families = (XLM_ROBERTA, CAMEMBERT)
+    commands = []
+    for family in families:
+        checkpoint_folder(family, tmp_path / family.name)
+        options = ["--qk-rank", "3", "--v-head-dim", "5", "--calibration", "texts.txt"]
+        commands.append(["convert", family.name, *options, "--out", f"narrow-{family.name}"])
+    for family, told in zip(families, run(SEVERAL, json.dumps(commands), folder=tmp_path), strict=True):
+        narrow = AutoModel.from_pretrained(tmp_path / f"narrow-{family.name}")
+        assert type(narrow) is family.rank("Model") and told["damage"]
+        assert (narrow.config.qk_rank, narrow.config.v_head_dim) == (3, 5)
+        before, after = (
+            AutoTokenizer.from_pretrained(tmp_path / f"{start}{family.name}") for start in ("", "narrow-")
+        )
+        assert before(package_text()[:4])["input_ids"] == after(package_text()[:4])["input_ids"]
 
 
 @pytest.mark.slow
