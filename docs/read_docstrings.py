@@ -20,7 +20,9 @@ REFERENCE = re.compile(r"\[`~?([\w.]+)`\](?![(\[])")
 def documented() -> dict[str, str]:
     """Name -> identifier of every entry of the API pages."""
     text = "".join(page.read_text() for page in API.glob("*.md"))
-    return {identifier.split(".")[-1]: identifier for identifier in re.findall(r"^::: (\S+)", text, flags=re.MULTILINE)}
+    return {
+        identifier.split(".")[-1]: identifier for identifier in re.findall(r"^::: (\S+)", text, flags=re.MULTILINE)
+    }
 
 
 def linked(text: str, names: dict[str, str]) -> str:
