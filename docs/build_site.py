@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 DOCS, SOURCE = "docs/", "source/"
 # the target of a link: relative, and without the anchor
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|data:|#)([^)#\s]+)")
+FIGURE = re.compile(r"^(!\[[^\]]*\]\((images/[^)]+)\))$", flags=re.MULTILINE)
 
 
 def target_of(page: str, link: str) -> str:
@@ -117,13 +118,15 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if (ROOT / origin).is_dir():
         origin += "/index.md"
     elif not origin.endswith((".md", ".ipynb")):
+        page.meta["search"] = {"exclude": True}
         return markdown  # source code has no links
 
     def rewritten(match: re.Match) -> str:
         path = target_of(origin, match[1])
         return posixpath.relpath(in_site(path), posixpath.dirname(uri) or ".")
 
-    return LINK.sub(rewritten, markdown)
+    # as in the repository's web view, a figure opens in full size
+    return FIGURE.sub(r"[\1](\2)", LINK.sub(rewritten, markdown))
 
 
 __all__: list[Callable] = [on_config, on_files, on_page_markdown]

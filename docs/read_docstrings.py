@@ -3,6 +3,7 @@
 The docstrings are read from the source, so neither torch nor transformers has to be installed where the site is built.
 """
 
+import ast
 import re
 import textwrap
 from collections.abc import Iterator
@@ -83,19 +84,16 @@ class TransformersStyle(griffe.Extension):
     def __init__(self) -> None:
         self.names = documented()
 
-    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        if "stock_model_type" not in cls.members or not cls.name.endswith("Config"):
-            return
-        shared = cls.package["models.rank_attention"]["FIELDS_DOC"].value
-        stem = cls.name.removesuffix("Config")
-        names = {"model": f"{stem}Model", "config": f"{stem[4:]}Config", "family": stem[4:]}
-        own = cls.docstring.value if cls.docstring else ""
-        cls.docstring = griffe.Docstring(f"{eval(str(shared)).format(**names)}\n{own}", parent=cls)
-
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        shared = ast.literal_eval(str(pkg["models.rank_attention.FIELDS_DOC"].value))
         waiting: list[griffe.Object] = [pkg]
         while waiting:
             thing = waiting.pop()
+            if thing.is_class and "stock_model_type" in thing.members and thing.name.endswith("Config"):
+                stem = thing.name.removesuffix("Config")
+                text = shared.format(model=f"{stem}Model", config=f"{stem[4:]}Config", family=stem[4:])
+                own = thing.docstring.value if thing.docstring else ""
+                thing.docstring = griffe.Docstring(f"{text}\n{own}", parent=thing)
             if thing.docstring:
                 thing.docstring.value = linked("\n".join(rendered(thing.docstring.value)), self.names)
             waiting += [member for member in thing.members.values() if not member.is_alias]
