@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 DOCS, SOURCE = "docs/", "source/"
 # the target of a link: relative, and without the anchor
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|data:|#)([^)#\s]+)")
-FIGURE = re.compile(r"^(!\[[^\]]*\]\((images/[^)]+)\))$", flags=re.MULTILINE)
+FIGURE = re.compile(r"^(!\[[^\]]*\]\(((?:../)?images/[^)]+)\))$", flags=re.MULTILINE)
 
 
 def target_of(page: str, link: str) -> str:
