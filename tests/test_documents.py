@@ -1,9 +1,8 @@
-"""README, docs and notebook: code blocks run as written, links and commands exist, docstring examples hold, and the API
-reference is made from the docstrings."""
+"""README, docs and notebook: code blocks run as written, links and commands exist, docstring examples hold, the pages become a
+site, and every public name is on an API page."""
 
 import doctest
 import importlib
-import importlib.util
 import json
 import os
 import pkgutil
@@ -14,11 +13,14 @@ import sys
 import tomllib
 from itertools import takewhile
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import typer
+import yaml
 
 import hf_rankattn
+from hf_rankattn import papers, tasks, theory
 from hf_rankattn.papers import EXPERIMENTS
 from hf_rankattn.theory import constructions
 from rankattn_cli.main import app
@@ -26,10 +28,10 @@ from rankattn_cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "PYPI.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "PYPI.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-# its shell blocks run too; blocks marked `sh` install something and do not run
-WITH_COMMANDS = DOCS / "quickstart.md"
+# their shell blocks run too; blocks marked `sh` install something or take long, and do not run
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 
 
 def named(paths: list[Path]) -> list:
@@ -55,22 +57,25 @@ def run_blocks(found: list[tuple[str, str]], origin: Path, capsys) -> None:
         if language == "bash":
             run_command(text)
         else:
-            promised += re.findall(r"^print\(.*\)  # (.*)$", text, flags=re.MULTILINE)
+            promised += re.findall(r"^ *print\(.*\)  # (.*)$", text, flags=re.MULTILINE)
             exec(compile(text, str(origin), "exec"), namespace)
     printed = capsys.readouterr().out.splitlines()
     assert not [text for text in promised if text not in printed], printed
 
 
-@pytest.mark.parametrize("page", named([page for page in PAGES if page != WITH_COMMANDS]))
+@pytest.mark.parametrize("page", named([page for page in PAGES if page not in TUTORIALS]))
 def test_code_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_blocks(blocks(page, "python"), page, capsys)
 
 
 @pytest.mark.slow
-def test_quickstart_runs_from_command_to_command(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", named(TUTORIALS))
+def test_tutorials_run_from_command_to_command(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run_blocks(blocks(WITH_COMMANDS, "python", "bash"), WITH_COMMANDS, capsys)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("examples").symlink_to(ROOT / "examples")  # some commands are given in the folder of the repository
+    run_blocks(blocks(page, "python", "bash"), page, capsys)
 
 
 @pytest.mark.parametrize("notebook", named(NOTEBOOKS))
@@ -114,7 +119,8 @@ def test_relative_links_exist(page):
         assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
-GUIDES = [DOCS / f"{name}.md" for name in ("quickstart", "measure", "convert", "paths", "theory", "gotchas")]
+GUIDES = [DOCS / f"{name}.md" for name in ("measure", "convert", "paths", "theory", "gotchas", "README")]
+GUIDES += [DOCS / "tutorials" / f"{name}.md" for name in ("engineer", "student")]
 GUIDES += [DOCS / "paper-notes.md", DOCS / "paper_index.md", ROOT / "README.md"]
 DEFINED = r"rank collapse|effective rank|stable rank|numerical rank|energy|residual|logits' rank"
 
@@ -140,12 +146,55 @@ def test_what_a_package_index_shows_has_no_relative_links():
 
 
 def test_the_index_links_to_every_page_and_every_page_to_the_next():
-    pages = list(DOCS.glob("*.md"))
-    assert not {page.name for page in pages} - {"README.md"} - set(links(DOCS / "README.md"))
+    pages = sorted(DOCS.rglob("*.md"))
+    reached = {(folder / link).resolve() for folder in (DOCS, DOCS / "api") for link in links(folder / "README.md")}
+    assert not {page.resolve() for page in pages} - {DOCS / "README.md"} - reached
     for page in pages:
-        if page.name not in ("README.md", "paper-notes.md", "scaling.md"):
+        if page.name not in ("paper-notes.md", "scaling.md") and page != DOCS / "README.md":
             last = page.read_text().rstrip().splitlines()[-1]
-            assert last.startswith("Next: [") and "(README.md)" in last, page.name
+            assert last.startswith("Next: [") and "README.md)" in last, page.name
+
+
+def test_every_figure_is_in_the_gallery_with_a_command():
+    parts = re.split(r"^## ", (DOCS / "gallery.md").read_text(), flags=re.MULTILINE)[1:]
+    figures = [re.findall(r"!\[[^\]]+\]\(images/([\w.-]+)\)", part) for part in parts]
+    assert sorted(sum(figures, [])) == sorted(path.name for path in (DOCS / "images").iterdir())
+    for part in parts:
+        assert re.search(r"^```(ba)?sh\n(rankattn|make|python) ", part, flags=re.MULTILINE), part[:40]
+
+
+def test_the_site_is_built_without_a_warning_and_requests_nothing(tmp_path):
+    """Strict mode finds links, anchors, references and pages that are missing."""
+    pytest.importorskip("mkdocs", reason="make install adds the extra `docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(list(DOCS.rglob("*.md")))
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|iframe)[^>]* src=\"?([^\" >]+)|<link[^>]* href=\"?([^\" >]+)", page.read_text()
+        )
+        assert not [link for link in map("".join, loaded) if link.startswith(("http", "//"))], page.name
+    index = json.loads((tmp_path / "site/search/search_index.json").read_text())
+    found = {re.split(r"[#.]", entry["location"])[-1] for entry in index["docs"]}
+    assert not set(hf_rankattn.__all__) - {"__version__", "theory"} - found
+    assert "alternating least squares from a closed form" in (tmp_path / "site/api/convert.html").read_text()
+    assert "the largest rank its bilinear form can have" in (tmp_path / "site/api/models.html").read_text()
+    assert (tmp_path / "site/source/examples/run_points.py.html").exists()
+
+
+def entries_of(navigation: list | dict | str) -> list[str]:
+    if isinstance(navigation, str):
+        return [navigation]
+    inside = navigation.values() if isinstance(navigation, dict) else navigation
+    return [entry for part in inside for entry in entries_of(part)]
+
+
+def test_the_navigation_of_the_site_has_every_page():
+    navigation = entries_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(navigation) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -217,22 +266,43 @@ def test_docstring_examples(name):
     assert runner.summarize().failed == 0
 
 
-@pytest.fixture(scope="module")
-def build_api():
-    spec = importlib.util.spec_from_file_location("build_api", DOCS / "build_api.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def public(module) -> dict[str, object]:
+    """The public classes and functions of a module, wherever in the package they are defined."""
+    found = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    return {
+        name: thing
+        for name, thing in found.items()
+        if isinstance(thing, type | FunctionType) and thing.__module__.startswith("hf_rankattn")
+    }
 
 
-def test_api_page_is_made_from_the_docstrings(build_api):
-    assert (DOCS / "api.md").read_text() == build_api.page(), "run python docs/build_api.py"
+def api_entries() -> dict[str, object]:
+    """Identifier -> what it names, for every entry of the API pages; an entry of a module stands for its classes."""
+    found: dict[str, object] = {}
+    for page in sorted((DOCS / "api").glob("*.md")):
+        for identifier in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE):
+            module, name = identifier.rsplit(".", 1)
+            thing = getattr(importlib.import_module(module), name)
+            if isinstance(thing, ModuleType):
+                found |= {inside: value for inside, value in public(thing).items() if inside in hf_rankattn.__all__}
+            else:
+                found[identifier] = thing
+    return found
 
 
-def test_public_names_have_docstrings_of_their_own(build_api):
-    public = {**build_api.public(hf_rankattn), **build_api.public(hf_rankattn.theory)}
-    assert len(public) > 80
-    assert not [name for name, thing in public.items() if not build_api.summary(thing)]
+def test_every_public_name_is_on_an_api_page_and_has_a_docstring_of_its_own():
+    on_pages = api_entries()
+    own = {
+        name: vars(thing).get("__doc__") if isinstance(thing, type) else thing.__doc__
+        for name, thing in on_pages.items()
+    }
+    assert not [name for name, doc in own.items() if not (doc or "").strip()]
+    for module in (hf_rankattn, theory, tasks, papers):
+        missing = {name for name, thing in public(module).items() if thing not in on_pages.values()}
+        assert not missing, (module.__name__, missing)
+    defined = {name for name, thing in public(constructions).items() if thing.__module__ == constructions.__name__}
+    names = {identifier.split(".")[-1] for identifier in on_pages}
+    assert not defined - names - {"bare_model", "empty_model"}  # their raw material
 
 
 def test_names_on_the_pages_exist():

@@ -86,6 +86,8 @@ def load_task(
 
 
 def load_stream(builder: TaskBuilder, split: str | None) -> datasets.IterableDataset | datasets.IterableDatasetDict:
+    """The rows of a builder, drawn while they are read: the train split never ends if the task has more rows. Without a split,
+    all three."""
     if split is None:
         return datasets.IterableDatasetDict({name: load_stream(builder, name) for name in builder.split_sizes()})
     if split == "train" and builder.endless:

@@ -51,6 +51,7 @@ class PointArguments(RunArguments):
 
 
 def point_task(arguments: PointArguments) -> TaskBuilder:
+    """The builder of the task of a run. A task without fresh rows is refused."""
     builder = task_builder(
         arguments.task,
         arguments.task_config,

@@ -163,6 +163,7 @@ def accuracy(prediction) -> dict[str, float]:
 def text_trainer(
     model: PreTrainedModel, tokenizer, data: TextData, arguments: TextArguments, run: Run, eval_on_start: bool = False
 ) -> Trainer:
+    """A `Trainer` for a run on texts, with the same losses on any number of processes."""
     return Trainer(
         model=model,
         args=TrainingArguments(
