@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_rankattn import RankEncoderConfig, RankEncoderForTokenClassification, load_task
+from hf_rankattn import load_task
 from hf_rankattn.tasks import baselines, task_builder
 from hf_rankattn.tasks.associative_recall import distinct_numbers
 
@@ -79,30 +79,6 @@ def test_the_stream_and_the_stored_rows_are_the_same(tmp_path):
     for place, row in enumerate(stream.take(40)):
         for name in ("input_ids", "labels"):
             assert torch.equal(row[name], stored[place][name]) and torch.equal(row[name], two[place][name])
-
-
-def test_two_layers_with_positions_learn_it():
-    """The rows can be solved by attention: a model sees which value belongs to which key, with no help from this package."""
-    builder = task_builder("associative_recall", length=16, num_kv_pairs=2, vocab_size=16)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2}
-    config = RankEncoderConfig(**builder.model_arguments(), **sizes, position="additive", initializer_range=1.0)
-    model = RankEncoderForTokenClassification(config)
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    train = {name: torch.from_numpy(array) for name, array in builder.sample("train", 128 * 400).items()}
-    for part in torch.arange(128 * 400).split(128):
-        optimizer.zero_grad()
-        model(**{name: column[part] for name, column in train.items()}).loss.backward()
-        optimizer.step()
-    test = {name: torch.from_numpy(array) for name, array in builder.sample("test", 500).items()}
-    predicted = model(input_ids=test["input_ids"]).logits.argmax(-1).detach().numpy()
-    found = type(builder).score(predicted, test["labels"].numpy())["token_accuracy"]
-    best = max(metrics["token_accuracy"] for metrics in baselines("associative_recall", None, **builder_sizes()).values())
-    assert found > best + 0.1
-
-
-def builder_sizes():
-    return {"length": 16, "num_kv_pairs": 2, "vocab_size": 16, "rows": 500}
 
 
 @pytest.mark.parametrize(

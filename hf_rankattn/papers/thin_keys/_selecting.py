@@ -137,7 +137,9 @@ def accuracy(model: PreTrainedModel, rows: Batch, batch: int = 128) -> float:
     return right / rows["labels"].numel()
 
 
-def train_selection(parameters: Mapping[str, Any], work: Path) -> tuple[RankEncoderForTokenClassification, dict[str, Any]]:
+def train_selection(
+    parameters: Mapping[str, Any], work: Path
+) -> tuple[RankEncoderForTokenClassification, dict[str, Any]]:
     """Train one layer from scratch; returns the model, and its accuracy on held-out rows."""
     model, rows, steps = initial_model(parameters), Selections(parameters), parameters["steps"]
     validation, held_out = (
