@@ -56,7 +56,7 @@ def load_task(
 
     Args:
         name (`str`): `"farthest_neighbor"`, `"nearest_neighbor"`, `"biased_nearest_neighbor"`, `"sorting"`,
-            `"convex_hull"`, `"memorization"`, `"circle"` or `"token_retrieval"`.
+            `"convex_hull"`, `"memorization"`, `"circle"`, `"token_retrieval"` or `"associative_recall"`.
         split (`str`, *optional*): `"train"`, `"validation"`, `"test"`, or a slice in the notation of datasets; without it, a
             dictionary of all three.
         streaming (`bool`, *optional*, defaults to `False`):

@@ -1,4 +1,4 @@
-"""The audit: every numbered claim, theorem and figure of the three papers, with the verdicts of the experiments."""
+"""The audit: every numbered claim, theorem and figure of the papers, with the verdicts of the experiments."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from .judging import Claim
 AMSEL = "Amsel, Yehudai and Bruna (2024), On the Benefits of Rank in Attention Layers"
 DONG = "Dong, Cordonnier and Loukas (2021), Attention is not all you need"
 BARRIER = "On the Limitation and Redundancy of Transformers: A Rank Perspective (submissions of 2025 and 2026)"
+THIN = "Yao, Chen, Murtadha and Wang (2026), Thin Keys, Full Values"
 OURS = "Beyond the papers"
 
 # Paper -> statement, its number or place and a short summary -> what the `source` of each claim on it starts with. A statement
@@ -56,7 +57,16 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
         "Runs on IMDB, CIFAR-10, CIFAR-100 and SVHN": (),
         "Remarks of reviewers": ("A Rank Perspective, a reviewer",),
     },
-    OURS: {"Laws and measurements of this package": ("ours",), "Other papers": ("Lee, 2604.04384",)},
+    THIN: {
+        "Selection needs O(log N) dimensions": ("Yao et al., O(log N)",),
+        "Selection by position": ("Yao et al., selection by position",),
+        "Retrieval by content": ("Yao et al., retrieval by content",),
+        "Language models with thin keys": ("Yao et al., language models",),
+    },
+    OURS: {
+        "Laws and measurements of this package": ("ours",),
+        "Other papers": ("Lee, 2604.04384", "Maselko, 10.5281/zenodo.19422845"),
+    },
 }
 UNTESTED = {
     "In-context linear regression, and N = 32 (appendices of the later version)": (

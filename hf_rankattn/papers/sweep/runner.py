@@ -57,9 +57,12 @@ class Experiment(Protocol):
 
 
 PAPERS = Path(__file__).parent.parent
-# one file per experiment in the folder of its paper; a file that starts with an underscore is shared by several
+# one file per experiment in the folder of its paper, beside the published values; a file that starts with an underscore is
+# shared by several
 EXPERIMENTS = {
-    file.stem.replace("_", "-"): f"{file.parent.name}.{file.stem}" for file in sorted(PAPERS.glob("rank_*/[!_]*.py"))
+    file.stem.replace("_", "-"): f"{file.parent.name}.{file.stem}"
+    for published in sorted(PAPERS.glob("*/published"))
+    for file in sorted(published.parent.glob("[!_]*.py"))
 }
 
 
