@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checks import whole
+from ..convert.damage import POOLINGS
 from ..families.architectures import attending_layers, base_of, layers_of
 from ..families.structure import choosing_tower
 from ..files.batches import Batch
@@ -38,6 +39,8 @@ BASELINES = {"qk": ("logits", "components", "weights"), "v": ("components", "wei
 WHOLE, ALL = "whole", "all"
 NEEDED = "needed_width"
 COLUMNS = ["model", "kind", "layers", "objective", "width", "metric", "value"]
+# the widths that are measured by default: where quality changes fast, they are close
+EIGHTHS = (1, 2, 3, 4, 6)
 # of the examples, for one layer of a language model: the passes are many
 LAYER_EXAMPLES = 4
 
@@ -78,11 +81,11 @@ def measure_need(
             mean cosine of embeddings to those of the whole model.
         held_out: A batch, a list of batches or a DataLoader, to measure quality on.
         calibration: The same, to fit the limits on; no example should be in both.
-        widths (*optional*): The widths to measure, the same in all layers. Default: all eighths of the width of a head.
+        widths (*optional*): The widths to measure, the same in all layers. Default: 1, 2, 3, 4 and 6 eighths of the width of a head.
         target_loss (`float`, *optional*, defaults to 0.01):
             The smallest width that keeps a quality of `1 - target_loss` is found by bisection between the measured widths.
-        by_layer (`bool`, *optional*, defaults to `True`): Also limit one layer at a time, at an eighth, a quarter and a half of the width,
-            or at three of the `widths`; a language model is judged on the first four examples there.
+        by_layer (`bool`, *optional*, defaults to `True`):
+            Also limit one layer at a time, to the two smallest widths. A language model is judged on the first four examples there.
         pooling (`str`, *optional*, defaults to `"mean"`): How token states become an embedding: `"mean"`, `"cls"` or `"max"`.
         tower (`str`, *optional*): One side of a model with several, as in [`measure_collapse`].
         seed (`int`, *optional*, defaults to 0): As in [`limit_rank`].
@@ -113,6 +116,8 @@ def measure_need(
     model = plain(model)
     if not 0 < target_loss < 1:
         raise ValueError(f"`target_loss` must be between 0 and 1, such as 0.01 for 1 %, got {target_loss}.")
+    if pooling not in POOLINGS:
+        raise ValueError(f"`pooling` must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
     with choosing_tower(tower):
         need = Need(model, held_out, calibration, pooling, tower, seed)
         grid = {kind: checked_widths(widths, kind, need.full[kind]) for kind in KINDS}
@@ -123,14 +128,16 @@ def measure_need(
 def checked_widths(widths: Sequence[int] | None, kind: str, full: int) -> list[int]:
     """The widths to measure in rising order, the full one excluded."""
     if widths is None:
-        return sorted({max(full * part // 8, 1) for part in range(1, 8)} - {full})
+        return sorted({max(full * part // 8, 1) for part in EIGHTHS} - {full})
     if not widths:
         raise ValueError("`widths` is empty: give widths of at least 1, or leave it out.")
     what = "queries and keys" if kind == "qk" else "values"
     for width in widths:
         whole("widths", width, 1)
         if width > full:
-            raise ValueError(f"`widths` has {width}, and the {what} of a head have the width {full}: give at most that.")
+            raise ValueError(
+                f"`widths` has {width}, and the {what} of a head have the width {full}: give at most that."
+            )
     return sorted({int(width) for width in widths} - {full})
 
 
@@ -169,13 +176,13 @@ class Need:
             Cell(kind, ALL, objective, width)
             for kind in KINDS
             for objective in BASELINES[kind]
-            for width in (grid[kind] if given else grid[kind][:2] + grid[kind][3::2])
+            for width in (grid[kind] if given or len(grid[kind]) < 5 else grid[kind][1::2] + grid[kind][4:])
         ]
         numbers = attending_layers(self.model)
         apart = {
             (kind, width): [Cell(kind, str(number), DEFAULT, width) for number in numbers]
             for kind in KINDS
-            for width in (layer_widths(grid[kind], given) if by_layer else ())
+            for width in (layer_widths(grid[kind]) if by_layer else ())
         }
         steps = sum(bisections(grid[kind], self.full[kind]) for kind in KINDS)
         total, done = len(wanted) + steps + len(base) + sum(map(len, apart.values())), 0
@@ -199,7 +206,14 @@ class Need:
         for part in apart.values():
             found |= self.one_at_a_time(cells, part, advance)
         rows = [
-            {"kind": kind, "layers": ALL, "objective": WHOLE, "width": self.full[kind], "metric": metric, "value": value}
+            {
+                "kind": kind,
+                "layers": ALL,
+                "objective": WHOLE,
+                "width": self.full[kind],
+                "metric": metric,
+                "value": value,
+            }
             for kind in KINDS
             for metric, value in whole_values.items()
         ]
@@ -340,11 +354,10 @@ class Outputs:
                     layer.forward = own
 
 
-def layer_widths(grid: Sequence[int], given: bool) -> list[int]:
-    """At most three widths for the layers one by one: an eighth, a quarter and a half, or those spread over `grid`."""
-    if len(grid) <= 3:
-        return list(grid)
-    return [grid[0], grid[len(grid) // 2], grid[-1]] if given else [grid[0], grid[1], grid[3 if len(grid) > 6 else 2]]
+def layer_widths(grid: Sequence[int]) -> list[int]:
+    """At most two widths for the layers one by one, because each takes a pass for each layer: an eighth and a quarter, or the two
+    smallest of those that were asked for."""
+    return list(grid[:2])
 
 
 def bisections(grid: Sequence[int], full: int) -> int:

@@ -17,11 +17,10 @@ NO_LABEL = -100
 class Quality(Task):
     """A measure on batches that are prepared: the answers of a model, and what they are worth beside those of the whole model.
 
-    `name` is the measure in tables; `words` say what quality is, and `kept` how 1 is read.
+    `name` is the measure in tables.
     """
 
     name: str
-    words: str
 
     def __init__(self, model: PreTrainedModel, batches: Sequence[Mapping[str, torch.Tensor]], pooling: str = "mean"):
         # under `labels` a model would compute its own loss, and a second time
@@ -35,7 +34,6 @@ class Quality(Task):
 
 class NextTokenPerplexity(Quality, NextToken):
     name = "perplexity"
-    words = "the perplexity of the whole model divided by that of the limited one"
 
     def read(self, output, batch):
         ids = batch.get("truth", batch["input_ids"])
@@ -59,12 +57,13 @@ class MaskedPerplexity(NextTokenPerplexity):
 def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The negative log-likelihood of each token with a label."""
     real = labels != NO_LABEL
-    return cross_entropy(logits[real.to(logits.device)].float(), labels[real].to(logits.device), reduction="none").cpu()
+    return cross_entropy(
+        logits[real.to(logits.device)].float(), labels[real].to(logits.device), reduction="none"
+    ).cpu()
 
 
 class EmbeddingCosine(Quality, Embeddings):
     name = "embedding_cosine"
-    words = "the cosine of pooled embeddings to those of the whole model, mean over the examples"
 
     def read(self, output, batch):
         if output.get("last_hidden_state", output.get("encoder_last_hidden_state")) is None:
@@ -81,13 +80,14 @@ class EmbeddingCosine(Quality, Embeddings):
 
 class Accuracy(Quality, Classification):
     name = "accuracy"
-    words = "the accuracy of the limited model divided by that of the whole one"
 
     def of(self, whole, limited):
         truth = torch.cat([batch["truth"] for batch in self.batches])
         before, after = ((logits.argmax(-1) == truth).double().mean().item() for logits in (whole, limited))
         if before == 0:
-            raise ValueError(f"the whole model gives none of the {len(truth)} labels: check the labels, or leave them out.")
+            raise ValueError(
+                f"the whole model gives none of the {len(truth)} labels: check the labels, or leave them out."
+            )
         return {"quality": after / before, self.name: after}
 
 
