@@ -18,9 +18,10 @@ from ..probe.interface import LIMIT
 from ..probe.read_weights import Layout, query_key, read_layouts
 from ..probe.read_weights import values as weights_of_values
 from . import sharing, training
+from .damage import Factoring, Sloping, add_slopes, widths_by_damage
 from .fitting import OBJECTIVES, Objective, Seen, fit_keys, fit_values
 from .heads import NAME, WHOLE, HeadLimits, Turns, Widths
-from .ranks import Request, check_request, widths_of_heads
+from .ranks import Request, check_budget, check_request, widths_of_heads
 
 
 Progress = Callable[[int, int], Any]
@@ -114,6 +115,7 @@ def limit_rank(
     v_head_dim: Request = None,
     *,
     calibration: Inputs,
+    mean_rank: float | None = None,
     objective: Objective = "attention",
     tower: str | None = None,
     seed: int = 0,
@@ -126,9 +128,13 @@ def limit_rank(
         model: A model of any type whose attention uses transformers' attention interface.
         qk_rank (`int` or list, *optional*):
             The number of directions that each head keeps of its queries and keys: one number, a list with one for each layer with
-            attention, or with a list for each of its key heads. They are projected after norms and rotary positions.
+            attention, or with a list for each of its key heads. They are projected after norms and rotary positions. `"auto"`
+            spreads `mean_rank` over layers and key heads.
         v_head_dim (`int` or list, *optional*): The same for values, which are projected before attention mixes them.
         calibration: A batch, a list of batches or a DataLoader. All batches run as one.
+        mean_rank (`float`, *optional*):
+            The mean width of all key heads where a width is `"auto"`, of both kinds together if both are. Widths are chosen by what
+            narrower heads do to the output of the model, to first order, which takes one more forward and one backward pass.
         objective (`str`, *optional*, defaults to `"attention"`):
             What is minimised for queries and keys: `"attention"` weights the change of each logit by the attention that it gets,
             `"logits"` weights all alike and has a closed form. Two others are there for comparison: `"components"` takes the principal
@@ -176,6 +182,9 @@ def limit_rank(
             check_request(name, request, len(numbers))
         batch = merged(model, calibration)
         real = real_tokens(model, batch)
+        check_budget(qk_rank, v_head_dim, mean_rank)
+        if mean_rank is not None:
+            qk_rank, v_head_dim = chosen_widths(model, batch, real, (qk_rank, v_head_dim), mean_rank, tower, seed)
         layouts = (
             layouts_of(model, batch, needed=objective == "weights")
             if v_head_dim is not None or objective == "weights"
@@ -195,7 +204,38 @@ def limit_rank(
     return limit.attach() if applied else limit
 
 
-def run_within(model: PreTrainedModel, limits: Sequence["Fitting"], batch: Mapping[str, torch.Tensor], tower) -> None:
+def chosen_widths(
+    model: PreTrainedModel,
+    batch: Mapping[str, torch.Tensor],
+    real: torch.Tensor | None,
+    requests: tuple[Request, Request],
+    mean_rank: float,
+    tower: str | None,
+    seed: int,
+) -> tuple[Request, Request]:
+    """The widths that the budget gives to each key head where "auto" is asked for."""
+    numbers, layouts = attending_layers(model), layouts_of(model, batch, needed=False)
+
+    def output(place: int, widths: Widths) -> torch.Tensor | None:
+        return value_weights(place, layouts.get(numbers[place]), widths)[0]
+
+    factorings = [Factoring(place, real, output) for place in range(len(numbers))]
+    run_within(model, factorings, batch, tower)
+    layers = [factoring.key_heads for factoring in factorings]
+    slopings = [Sloping(heads) for heads in layers]
+    with entered(model, slopings, tower):
+        add_slopes(model, slopings, batch, seed)
+    auto = [request == "auto" for request in requests]
+    budgets = (
+        (None, None, mean_rank)
+        if all(auto)
+        else (mean_rank if auto[0] else None, mean_rank if auto[1] else None, None)
+    )
+    keys, values = widths_by_damage(layers, budgets)
+    return (keys if auto[0] else requests[0]), (values if auto[1] else requests[1])
+
+
+def run_within(model: PreTrainedModel, limits: Sequence[Any], batch: Mapping[str, torch.Tensor], tower) -> None:
     """One forward pass in which every layer is fitted and then limited."""
     stack = entered(model, limits, tower)
     try:

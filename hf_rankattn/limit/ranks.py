@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Literal
 
-import numpy as np
-
 
 # one width, one for each layer with attention, or for each of its key heads; "auto" spreads `mean_rank`
 Request = int | Sequence[int | Sequence[int]] | Literal["auto"] | None
@@ -54,21 +52,14 @@ def widths_of_heads(name: str, request: Request, layer: int, groups: int, whole:
     return widths
 
 
-def spread(errors: Sequence[np.ndarray], budget: int) -> list[int]:
-    """The widths with the smallest sum of errors and a sum of at most `budget`; each is at least 1.
-
-    `errors[part][width]` is the error of a part at a width from 0 on. It falls ever more slowly, so taking the largest gains first is
-    optimal.
-
-    >>> spread([np.array([9.0, 1.0, 0.5, 0.0]), np.array([9.0, 3.0, 1.0, 0.0])], budget=4)
-    [1, 3]
-    """
-    widths = [1] * len(errors)
-    gains = [
-        (-float(gain), part, width)
-        for part, curve in enumerate(errors)
-        for width, gain in enumerate(curve[1:-1] - curve[2:], start=2)
-    ]
-    for _, part, width in sorted(gains)[: max(budget - len(errors), 0)]:
-        widths[part] = max(widths[part], width)
-    return widths
+def check_budget(qk_rank: Request, v_head_dim: Request, mean_rank: object) -> None:
+    """Raise a `ValueError` for "auto" without a budget, and for a budget without "auto"."""
+    if "auto" in [request for request in (qk_rank, v_head_dim) if isinstance(request, str)]:
+        if isinstance(mean_rank, bool) or not isinstance(mean_rank, int | float) or not mean_rank >= 1:
+            raise ValueError(
+                f"'auto' spreads `mean_rank`, the mean width of all key heads, over them: give a number of at least 1, got {mean_rank!r}."
+            )
+    elif mean_rank is not None:
+        raise ValueError(
+            f"`mean_rank` is spread where a width is 'auto', got qk_rank={qk_rank!r} and v_head_dim={v_head_dim!r}."
+        )
