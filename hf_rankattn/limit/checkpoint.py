@@ -168,11 +168,13 @@ def load(
     name: str, dtype: str, seed: int, revision: str | None, tower: str | None, gguf: str | None
 ) -> PreTrainedModel:
     """The model with its head where quality is read from the head, otherwise the model below it."""
-    file = gguf_options(name, gguf)
+    file: dict[str, Any] = dict(gguf_options(name, gguf))
     config = load_config(name, revision, **file)
     named = str(config.architectures[0]) if config.architectures else ""
     found: list[Any] = [getattr(module, named, None) for module in (models, transformers)]
-    kind = next((entry for entry in found if isinstance(entry, type) and issubclass(entry, PreTrainedModel)), None)
+    kind: Any = next(
+        (entry for entry in found if isinstance(entry, type) and issubclass(entry, PreTrainedModel)), None
+    )
     if kind is None and file and type(config) in AutoModelForCausalLM._model_mapping:
         kind = AutoModelForCausalLM  # files in GGUF hold language models, and do not name their class
     judged = kind is AutoModelForCausalLM or (
@@ -184,7 +186,7 @@ def load(
         name, config, kind, revision=revision, needed=lambda key: "pooler" not in key, dtype=DTYPES[dtype], **file
     )
     accelerator = torch.accelerator.current_accelerator()
-    return model.to(accelerator) if accelerator else model
+    return model if accelerator is None else model.to(accelerator)  # type: ignore[arg-type]
 
 
 def judging_texts(
@@ -197,15 +199,15 @@ def judging_texts(
         and not issubclass(task_of(model), NextSentence)
     ):
         texts, labels = labelled_texts(model, dataset, split, column, label_column, examples)
-        if label_column is not None or (labels is not None and all(type(label) is int for label in labels)):
-            return texts, labels, f"{Path(dataset).name}, {split}"
-        return texts, None, f"{Path(dataset).name}, {split}"
+        # scores and several labels at once have no accuracy
+        usable = label_column is not None or (labels is not None and all(type(label) is int for label in labels))
+        return texts, labels if usable else None, f"{Path(dataset).name}, {split}"
     if label_column is not None:
         raise ValueError(f"{type(model).__name__} predicts no label of a text: leave `label_column` out.")
     if text is None and dataset is None:
         return list(package_text()[JUDGED][:examples]), None, "the package's paragraphs"
-    texts, source = read_texts(text, dataset, split, column, examples)
-    return list(texts), None, source
+    read, source = read_texts(text, dataset, split, column, examples)
+    return list(read), None, source
 
 
 def calibration_texts(calibration: str | None, judged: Sequence[Text]) -> tuple[list[str], str]:

@@ -25,12 +25,13 @@ WHOLE, DEFAULT = "whole", "attention"
 # what a width counts, of queries and keys and of values
 DIRECTIONS = {"qk": "query-key directions", "v": "value dimensions"}
 PLACES = {"qk": "Queries and keys", "v": "Values"}
+# in one order, because a line has its colour by its place
 NAMES = {
     "qk": {
         "attention": "fitted, by attention",
-        "logits": "fitted, all logits alike",
         "components": "principal components",
         "weights": "weights alone",
+        "logits": "fitted, all logits alike",
     },
     "v": {"attention": "fitted", "components": "principal components", "weights": "weights alone"},
 }
@@ -120,7 +121,7 @@ class Need:
         facts, head = self.facts, f"{self.full['qk']} query-key directions and {self.full['v']} value dimensions"
         return (
             f"{facts['model_type']}, {facts['layers']} layers with attention, heads of {head}, {facts['dtype']}. Quality is measured on "
-            f"{facts['held_out']}; limits are fitted on {facts['calibration']}. It took {facts['seconds']:.0f} s, "
+            f"{facts['held_out']}; limits are fitted on {facts['calibration']}. The last run took {facts['seconds']:.0f} s, "
             f"{facts['cpu_seconds']:.0f} s of them on the CPU."
         )
 
@@ -143,7 +144,7 @@ def curve_picture(need: Need, kind: str) -> Picture:
 
     steps = round(10 * (1 - bottom))
     levels = [bottom + (1 - bottom) * step / steps for step in range(steps + 1)] if steps > 2 else [bottom, 0.95, 1.0]
-    ticks = sorted({*next(iter(lines.values()))}) if len(next(iter(lines.values()))) < 12 else [full]
+    ticks = sorted({round(full * part / 8) for part in range(1, 9)})
     points = {
         NAMES[kind][objective]: [
             (across(rank), down(value), f"{NAMES[kind][objective]}, {rank} of {full}: {value:.4f}")
