@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from . import theory
     from .convert import Conversion, convert_rank
     from .files.texts import package_text
-    from .limit import RankCache, RankLimit, limit_rank
+    from .limit import RankCache, RankLimit, limit_rank, measure_need
     from .papers import reproduce
     from .probe import (
         RankCallback,
@@ -62,6 +62,7 @@ __all__ = [
     "measure_attention",
     "measure_collapse",
     "measure_logits",
+    "measure_need",
     "measure_weights",
     "model_card",
     "package_text",
@@ -83,7 +84,7 @@ _LAZY = {
     "Conversion": ".convert",
     "convert_rank": ".convert",
     "load_task": ".tasks",
-    **dict.fromkeys(("RankCache", "RankLimit", "limit_rank"), ".limit"),
+    **dict.fromkeys(("RankCache", "RankLimit", "limit_rank", "measure_need"), ".limit"),
     "package_text": ".files.texts",
     "reproduce": ".papers",
     **dict.fromkeys(("RankCallback", "ablate", "isolated_paths", "layer_bounds"), ".probe"),

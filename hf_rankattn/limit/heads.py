@@ -50,6 +50,11 @@ class HeadLimits(nn.Module):
         # set by a cache, which gives keys and values that are projected already, until attention has read them
         self.cached = False
 
+    def whole(self) -> "HeadLimits":
+        """The same module without projections."""
+        groups, qk, value = self.widths.groups, self.widths.qk, self.widths.value
+        return HeadLimits(self.widths, [qk] * groups, [value] * groups)
+
     @property
     def trainable(self) -> bool:
         return any(weight.requires_grad for weight in self.parameters())

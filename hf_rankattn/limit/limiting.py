@@ -124,6 +124,7 @@ def limit_rank(
     objective: Objective = "attention",
     tower: str | None = None,
     seed: int = 0,
+    applied: bool = True,
     progress: Progress = lambda layer, layers: None,
 ) -> RankLimit:
     """Limit the query-key rank of a model, the width of its values, or both. Its weights do not change.
@@ -145,6 +146,9 @@ def limit_rank(
             components of keys and of values, and `"weights"` ignores the texts.
         tower (`str`, *optional*): One side of a model with several, as in [`measure_collapse`].
         seed (`int`, *optional*, defaults to 0): Determines which rows of the calibration the descent reads.
+        applied (`bool`, *optional*, defaults to `True`):
+            Limit each layer before the next one is fitted, and the model afterwards. If `False`, each layer is fitted to what reaches it in
+            the whole model, and the model stays whole until `attach()` is called.
         progress (*optional*): Called with the number of layers that are fitted, and their number in all.
 
     The layers are fitted in their order, each on what reaches it through those that are limited already, in one forward pass.
@@ -197,11 +201,12 @@ def limit_rank(
             progress(place + 1, len(numbers))
             return found
 
-        fittings = [Fitting(place, fit, real) for place in range(len(numbers))]
+        fittings = [Fitting(place, fit, real, applied) for place in range(len(numbers))]
         run_within(model, fittings, batch, tower)
     tokens = int(real.sum()) if real is not None else next(iter(batch.values())).shape[:2].numel()
     facts = {"objective": objective, "calibration_tokens": tokens, "seed": seed}
-    return RankLimit(model, [fitting.limit for fitting in fittings], tower, facts).attach()
+    limit = RankLimit(model, [fitting.limit for fitting in fittings], tower, facts)
+    return limit.attach() if applied else limit
 
 
 def chosen_widths(
@@ -322,8 +327,10 @@ def value_weights(
 class Fitting:
     """Stands in the place of a layer's limits during the calibration: it fits them when the layer calls its attention."""
 
-    def __init__(self, place: int, fit: Callable[[int, Seen], HeadLimits], real: torch.Tensor | None):
-        self.place, self.fit, self.real = place, fit, real
+    def __init__(
+        self, place: int, fit: Callable[[int, Seen], HeadLimits], real: torch.Tensor | None, applied: bool = True
+    ):
+        self.place, self.fit, self.real, self.applied = place, fit, real, applied
         self.limit: HeadLimits | None = None
 
     def see(
@@ -334,7 +341,7 @@ class Fitting:
                 f"{type(module).__name__} calls its attention more than once for one layer: its rank cannot be limited."
             )
         self.limit = self.fit(self.place, Seen.of_call(module, query, key, value, mask, scaling, options, self.real))
-        return self.limit
+        return self.limit if self.applied else self.limit.whole()
 
 
 def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = None) -> ExitStack:

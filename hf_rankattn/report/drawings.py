@@ -53,6 +53,8 @@ def heat_map(values: pd.DataFrame, top: float, alt: str, caption: str, what: str
         columns=[(LEFT + (column + 0.5) * cell, values.columns[column]) for column in labelled(columns)],
         top=f"{top:.0f}",
         width=max(WIDTH, right + 16),
+        across="head",
+        down="layer",
     )
 
 
@@ -75,7 +77,7 @@ def curves(lines: Mapping[str, Sequence[float]], floor: float, alt: str, caption
     levels = [10.0**exponent for exponent in exponents][:: max(1, len(exponents) // 6)] or [0.0, 0.25, 0.5, 0.75, 1.0]
     names = [f"{level:.0e}" if logarithmic and level < 0.01 else f"{level:g}" for level in levels]
     points = {
-        name: [(across(layer), down(value), f"{value:.2g}") for layer, value in enumerate(line)]
+        name: [(across(layer), down(value), f"{name}, layer {layer}: {value:.2g}") for layer, value in enumerate(line)]
         for name, line in lines.items()
     }
     return draw(
@@ -84,8 +86,10 @@ def curves(lines: Mapping[str, Sequence[float]], floor: float, alt: str, caption
         caption,
         lines=list(points.items()),
         levels=[(down(level), name) for level, name in zip(levels, names, strict=True)],
-        layers=[(across(layer), layer) for layer in labelled(last + 1)],
+        ticks=[(across(layer), layer) for layer in labelled(last + 1)],
         width=width,
         height=height,
         page=WIDTH,
+        across="layer (0: input)",
+        marks=(),
     )

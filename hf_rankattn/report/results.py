@@ -1,4 +1,4 @@
-"""One page from the result folders of `rankattn reproduce` and `rankattn measure`."""
+"""One page from the result folders of `rankattn reproduce`, `rankattn measure` and `rankattn need`."""
 
 import json
 import re
@@ -14,6 +14,7 @@ from ..files.atomic import finish_replacement
 from ..files.companions import read_json
 from .drawings import curves, heat_map
 from .html import Grid, Section, claims_grid, png_picture, render_page
+from .need import MARKER, read_need
 from .plots import FIGURES, VARIANTS
 from .summary import comparison, findings, opening_sentences
 from .verdicts import count_verdicts
@@ -40,11 +41,11 @@ def report_page(folder: str | Path) -> str:
     folder = Path(folder)
     finish_replacement(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: give one that rankattn reproduce or rankattn measure wrote.")
-    found: dict[str, list[Path]] = {"run": [], "survey": [], "unfinished": []}
+        raise ValueError(f"{folder} is not a folder: give one that rankattn reproduce, measure or need wrote.")
+    found: dict[str, list[Path]] = {"run": [], "survey": [], "need": [], "unfinished": []}
     for path, kind in result_folders(folder, DEPTH):
         found[kind].append(path)
-    runs, surveys, unfinished = found.values()
+    runs, surveys, needs, unfinished = found.values()
     told, sections = set(), []
     for path in runs:
         manifest = read_json(path / MANIFEST)
@@ -57,16 +58,20 @@ def report_page(folder: str | Path) -> str:
     experiments = len(sections)
     for path in surveys:
         sections += stored_sections(path)
+    for path in needs:
+        sections += read_need(path) or ()
     if not sections:
-        message = f"{folder} holds no results of rankattn reproduce ({CLAIMS}) or of rankattn measure ({TABLE})."
+        message = (
+            f"{folder} holds no results of rankattn reproduce ({CLAIMS}), or of rankattn measure or need ({TABLE})."
+        )
         if unfinished:
-            message += f" {unfinished[0]} is of a run that has not ended: the same rankattn reproduce goes on with it."
+            message += f" {unfinished[0]} is of a run that has not ended: the same command goes on with it."
         raise ValueError(message)
     footer = [f"Written by rankattn report from {folder.resolve().name}."]
     footer += [f"Left out, as the run has not ended: {path.relative_to(folder)}." for path in unfinished]
     what = " and ".join(
         f"{count} {name}{'' if count == 1 else 's'}"
-        for count, name in ((experiments, "experiment"), (len(surveys), "measured model"))
+        for count, name in ((experiments, "experiment"), (len(surveys) + len(needs), "measured model"))
         if count
     )
     lead = f"{what}, published numbers beside ours."
@@ -91,6 +96,8 @@ def result_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
     """Folders of results and their kinds, in the order of their names."""
     if (folder / MANIFEST).is_file():
         yield folder, "run" if (folder / CLAIMS).is_file() else "unfinished"
+    elif (folder / MARKER).is_file():
+        yield folder, "need" if (folder / TABLE).is_file() else "unfinished"
     elif (folder / TABLE).is_file() and survey_facts(folder / TABLE) is not None:
         yield folder, "survey"
     elif depth:

@@ -10,7 +10,7 @@ EXAMPLE = "rankattn report runs --out runs.html"
 
 def report(
     folder: Path = Argument(
-        help="A folder that rankattn reproduce or rankattn measure wrote, or a folder of such folders."
+        help="A folder that rankattn reproduce, measure or need wrote, or a folder of such folders."
     ),
     out: Path = Option(help="HTML file to write."),
     overwrite: bool = Option(False, "--overwrite", help="Replace the page if it exists."),
