@@ -1,5 +1,6 @@
 """A cache that keeps only what a rank limit keeps of keys and values."""
 
+import copy
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -16,7 +19,10 @@ from ..probe.interface import LIMIT
 from .heads import HeadLimits
 
 
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, LinearAttentionLayer)
+LAYERS = (
+    *(DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer),
+    *(LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer),
+)
 
 
 class RankCache(Cache):
@@ -28,7 +34,8 @@ class RankCache(Cache):
         offloading (`bool`, *optional*, defaults to `False`): Keep the layers that do not run in the memory of the CPU.
 
     Layers with sliding windows keep their windows, and layers of hybrids without softmax attention their states. Where the ranks
-    of the key heads of a layer differ, its keys are stored without the zeros behind the smaller ones.
+    of the key heads of a layer differ, its keys are stored without the zeros behind the smaller ones. Models that cache a latent
+    in the place of keys and values, such as DeepSeek-V3, cache the same latent here.
 
     Example:
 
@@ -50,11 +57,7 @@ class RankCache(Cache):
 
     def __init__(self, model: PreTrainedModel, max_cache_len: int | None = None, offloading: bool = False):
         self.limits = limits_of(model)
-        if model.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(model).__name__} has an encoder and a decoder, whose caches also hold cross-attention: RankCache is for decoders "
-                "alone. Within a limit this model runs with its own cache, which keeps whole keys and values."
-            )
+        check_cached(model)
         options = {"config": model.config, "offloading": offloading}
         static = max_cache_len is not None
         layers = (StaticCache(max_cache_len=max_cache_len, **options) if static else DynamicCache(**options)).layers
@@ -64,40 +67,112 @@ class RankCache(Cache):
                 f"{type(model).__name__} caches in layers of the type {type(strange[0]).__name__}, which keep more than keys and values. "
                 f"RankCache has these: {names}."
             )
+        if not offloading:  # a layer that moves between devices is copied anyway
+            layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         super().__init__(layers=layers, offloading=offloading)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         module = self.limits.get(layer_idx)
-        if module is None:  # not limited, such as a layer without softmax attention
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        limit: HeadLimits | None = module.__dict__.get(LIMIT)
-        if limit is None:
+        limit: HeadLimits | None = None if module is None else module.__dict__.get(LIMIT)
+        if module is not None and limit is None:
             raise ValueError(
-                "the model is not limited any more, and this cache holds limited keys: make another cache."
+                "the model is not limited any more, and this cache is for its limit: make another cache, or attach() the limit."
             )
+        if limit is None or limit.whole or not limit.fits(key_states, value_states):
+            # a layer without a limit, or one that caches latents, from which it computes keys and values anew
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         new = (
             limit.packed(limit.keys(key_states), limit.key_ranks),
             limit.packed(limit.values(value_states), limit.value_widths),
         )
         held = self.layers[layer_idx]
-        if held.is_initialized and held.get_seq_length() > 0:
-            widths = tuple(states.shape[-1] for states in new)
-            if widths != (found := (held.keys.shape[-1], held.values.shape[-1])):
+        if held.is_initialized and held.keys.ndim == 4:
+            widths = tuple((states.shape[1], states.shape[-1]) for states in new)
+            if widths != (found := tuple((states.shape[1], states.shape[-1]) for states in (held.keys, held.values))):
                 raise ValueError(
-                    f"the cache holds keys and values of widths {found} in layer {layer_idx}, and the limit of the model has {widths}: "
-                    "make a cache for each limit."
+                    f"the cache holds keys and values of the heads and widths {found} in layer {layer_idx}, and the limit of the model "
+                    f"gives {widths}: make a cache for each limit."
                 )
         keys, values = super().update(*new, layer_idx, *args, **kwargs)
-        limit.cached = True
-        return limit.unpacked(keys, limit.key_ranks), limit.unpacked(values, limit.value_widths)
+        limit.given = keys
+        return keys, values
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all keys and values that the cache holds now."""
+        """The bytes of all keys and values that the cache holds now.
+
+        A layer that grows has room for at most 256 more tokens, which are not counted here; a static one is counted as a whole.
+        """
         held = [(layer.keys, layer.values) for layer in self.layers if getattr(layer, "keys", None) is not None]
         return sum(states.nbytes for pair in held for states in pair)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RankCache":
+        """Another cache of the same model, for prompts that are used several times."""
+        memo[id(self.limits)] = self.limits
+        found = memo[id(self)] = type(self).__new__(type(self))
+        found.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return found
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values with room behind them, so that a new token does not copy those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: list[torch.Tensor | None] = [None, None]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = (
+            self.appended(place, held, new)
+            for place, (held, new) in enumerate(((self.keys, key_states), (self.values, value_states)))
+        )
+        return self.keys, self.values
+
+    def appended(self, place: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad)):
+            return torch.cat([held, new], dim=-2)
+        before = held.shape[-2] if held.ndim == 4 else 0
+        length, room = before + new.shape[-2], self.room[place]
+        # held is the beginning of the room, unless beams were reordered, a text was taken out or a copy was made
+        fits = (
+            room is not None
+            and before > 0
+            and length <= room.shape[-2]
+            and (held.data_ptr(), held.stride(), held.shape[:2]) == (room.data_ptr(), room.stride(), room.shape[:2])
+            and room.is_inference() <= torch.is_inference_mode_enabled()
+        )
+        if not fits:
+            room = new.new_empty((*new.shape[:2], length + min(256, max(16, length // 8)), new.shape[-1]))
+            if before:
+                room[:, :, :before] = held
+            self.room[place] = room
+        assert room is not None
+        room[:, :, before:length] = new
+        return room[:, :, :length]
+
+    def reset(self) -> None:
+        super().reset()
+        self.room = [None, None]
+
+
+def check_cached(model: PreTrainedModel) -> None:
+    """Refuse models whose caches hold more than the keys and values of one decoder."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder and a decoder, whose caches also hold cross-attention: RankCache is for decoders "
+            "alone. Within a limit this model runs with its own cache, which keeps whole keys and values."
+        )
+    if getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"layers of {type(model).__name__} read the keys and values of other layers (num_kv_shared_layers), which a limit keeps in the "
+            "directions of that other layer: use a DynamicCache, which keeps them whole."
+        )
 
 
 def limits_of(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
@@ -110,5 +185,10 @@ def limits_of(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     if not found:
         raise ValueError(
             f"the {type(model).__name__} is not within a rank limit of layers that have numbers for a cache: make one with limit_rank first."
+        )
+    if shared := [module for module in found.values() if not isinstance(module.__dict__[LIMIT], HeadLimits)]:
+        raise ValueError(
+            f"several layers of {type(model).__name__} share one {type(shared[0]).__name__}, which has one number for a cache: use a "
+            "DynamicCache."
         )
     return found

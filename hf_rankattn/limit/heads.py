@@ -1,6 +1,6 @@
 """The projections of one attention module, and the attention function that applies them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +47,18 @@ class HeadLimits(nn.Module):
         self.widths, self.key_ranks, self.value_widths = widths, key_ranks, value_widths
         self.query, self.key = map(frozen, keys or (None, None))
         self.value, self.output = map(frozen, values or (None, None))
-        # set by a cache, which gives keys and values that are projected already, until attention has read them
-        self.cached = False
+        # the keys that a `RankCache` returned last: they are projected already, and are recognised by their identity
+        self.given: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is limited."""
+        return self.query is None and self.value is None
+
+    def fits(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether keys and values (batch, groups, n, width) are those of the module, and not projected or latents."""
+        groups, widths = (key.shape[1], value.shape[1]), (key.shape[-1], value.shape[-1])
+        return groups == (self.widths.groups,) * 2 and widths == (self.widths.qk, self.widths.value)
 
     def whole(self) -> "HeadLimits":
         """The same module without projections."""
@@ -61,33 +71,44 @@ class HeadLimits(nn.Module):
 
     def keys(self, key: torch.Tensor) -> torch.Tensor:
         """The directions (batch, groups, n, r) of keys (batch, groups, n, w) that are kept."""
-        return key if self.key is None else key @ self.key.to(key)
+        return mapped(key, self.key)
 
     def values(self, value: torch.Tensor) -> torch.Tensor:
-        return value if self.value is None else value @ self.value.to(value)
+        return mapped(value, self.value)
 
-    def narrow(self, module: nn.Module, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values within the limits; keys and values from a cache are so already."""
+    def taken(self, module: nn.Module, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values within the limits; keys and values of a `RankCache` are as it stores them."""
         if module.training and torch.is_grad_enabled() and not self.trainable:
             raise ValueError(
                 "the model is in training mode within a rank limit, whose projections are not trained: call model.eval(), train "
                 "the projections alone with limit.distil(...), or call limit.requires_grad_(True)."
             )
-        cached, self.cached = self.cached, False
+        given, self.given = self.given, None
         if (query.shape[1], query.shape[-1]) != (self.widths.heads, self.widths.qk):
             raise ValueError(
                 f"the limit is for {self.widths.heads} heads of width {self.widths.qk}, and {type(module).__name__} has "
                 f"{query.shape[1]} of width {query.shape[-1]}: it was made for another model."
             )
-        if not cached:
+        if given is None or key is not given:
+            if not self.fits(key, value):
+                raise ValueError(
+                    f"{type(module).__name__} has {key.shape[1]} key heads of width {key.shape[-1]} with values of width "
+                    f"{value.shape[-1]}, and its limit is for {self.widths.groups} of widths {self.widths.qk} and {self.widths.value}. If "
+                    "a RankCache is used, the model changes what the cache returns, or reads another layer's: use a DynamicCache."
+                )
             key, value = self.keys(key), self.values(value)
-        return (query if self.query is None else query @ self.query.to(query)), key, value
+        return mapped(query, self.query), key, value
+
+    def narrow(self, module: nn.Module, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same with keys and values (batch, groups, n, width), with zeros behind the smaller ranks."""
+        query, key, value = self.taken(module, query, key, value)
+        return query, self.unpacked(key, self.key_ranks), self.unpacked(value, self.value_widths)
 
     def expand(self, mixed: torch.Tensor) -> torch.Tensor:
         """Mixed values (batch, n, heads, s) at the width that the output projection reads."""
         if self.output is None:
-            return mixed[..., : self.widths.value]
-        return torch.einsum("bnhs,hsv->bnhv", mixed[..., : self.output.shape[1]], self.output.to(mixed))
+            return mixed[..., : self.widths.value].contiguous()
+        return mapped(mixed[..., : self.output.shape[1]].transpose(1, 2), self.output).transpose(1, 2).contiguous()
 
     def packed(self, states: torch.Tensor, ranks: list[int]) -> torch.Tensor:
         """Keys or values (batch, groups, n, r) as a cache stores them: without the zeros, (batch, 1, n, sum of ranks)."""
@@ -96,10 +117,43 @@ class HeadLimits(nn.Module):
         return torch.cat([states[:, group, :, :rank] for group, rank in enumerate(ranks)], dim=-1)[:, None]
 
     def unpacked(self, states: torch.Tensor, ranks: list[int]) -> torch.Tensor:
-        if len(set(ranks)) == 1:
+        """What `packed` gave, with its zeros; other states are returned as they are."""
+        if states.shape[1] == len(ranks):
             return states
         parts = states[:, 0].split(ranks, dim=-1)
         return torch.stack([nn.functional.pad(part, (0, max(ranks) - part.shape[-1])) for part in parts], dim=1)
+
+    def of_one_token(self, query, key, value, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+        """The mixed values (batch, 1, heads, s) of one new token of each text; keys and values may be packed.
+
+        The query heads of a group become the rows of one head, because torch would repeat the keys and values of the whole
+        cache where it has a mask or two widths.
+        """
+        batch, heads, _, width = query.shape
+        query = query.reshape(batch, self.widths.groups, -1, width)
+        attend = nn.functional.scaled_dot_product_attention
+        if key.shape[1] == value.shape[1] == self.widths.groups:
+            return attend(query, key, value, attn_mask=mask, scale=scaling).reshape(batch, 1, heads, -1)
+        keys, values = (
+            states.split(1, dim=1) if states.shape[1] == len(ranks) else states.split(ranks, dim=-1)
+            for states, ranks in ((key, self.key_ranks), (value, self.value_widths))
+        )
+        mixed = [
+            attend(asking[..., : own.shape[-1]], own, read, attn_mask=mask, scale=scaling)
+            for asking, own, read in zip(query.split(1, dim=1), keys, values, strict=True)
+        ]
+        most = max(part.shape[-1] for part in mixed)
+        parts = [nn.functional.pad(part, (0, most - part.shape[-1])) for part in mixed]
+        return torch.cat(parts, dim=1).reshape(batch, 1, heads, most)
+
+
+def mapped(states: torch.Tensor, maps: torch.Tensor | None) -> torch.Tensor:
+    """States (batch, heads, n, w) times the matrix (w, r) of each head, of `maps` (heads, w, r); None changes nothing."""
+    if maps is None:
+        return states
+    if len(states) == 1:
+        return torch.bmm(states[0], maps.to(states))[None]
+    return torch.einsum("bhnw,hwr->bhnr", states, maps.to(states))  # matmul would copy the maps for each text
 
 
 def frozen(weight: torch.Tensor | None) -> nn.Parameter | None:
@@ -111,13 +165,18 @@ def frozen(weight: torch.Tensor | None) -> nn.Parameter | None:
 
 
 def equally_wide(
-    function: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    name: str | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Zeros behind narrower queries and keys, for attention functions that need them as wide as values."""
-    missing = value.shape[-1] - key.shape[-1]
-    if missing > 0 and "flash" in getattr(function, "__name__", ""):
-        query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
-    return query, key, value
+    """Zeros behind narrower queries and keys or values, for attention functions that need equal widths or are faster with them.
+
+    torch's attention on the CPU has a fast kernel for equal widths alone.
+    """
+    width = max(key.shape[-1], value.shape[-1])
+    if key.shape[-1] == value.shape[-1] or not (
+        "flash" in (name or "") or (name == "sdpa" and query.device.type == "cpu")
+    ):
+        return query, key, value
+    return tuple(nn.functional.pad(states, (0, width - states.shape[-1])) for states in (query, key, value))
 
 
 class Turns:
@@ -150,11 +209,22 @@ def limited_attention(module, query, key, value, attention_mask, scaling=None, *
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not isinstance(limit, HeadLimits):  # it is fitted now
         limit = limit.see(module, query, key, value, attention_mask, scaling, kwargs)
-    query, key, value = limit.narrow(module, query, key, value)
-    function = attention_function(module, module.__dict__[WHOLE]._attn_implementation)
-    states = equally_wide(function, query, key, value)
-    mixed, maps = function(module, *states, attention_mask, scaling=scaling, **kwargs)
+    name = module.__dict__[WHOLE]._attn_implementation
+    query, key, value = limit.taken(module, query, key, value)
+    if not limit.whole and name == "sdpa" and query.shape[2] == 1 and is_plain(attention_mask, kwargs):
+        return limit.expand(limit.of_one_token(query, key, value, attention_mask, scaling)), None
+    states = query, limit.unpacked(key, limit.key_ranks), limit.unpacked(value, limit.value_widths)
+    states = states if limit.whole else equally_wide(name, *states)
+    mixed, maps = attention_function(module, name)(module, *states, attention_mask, scaling=scaling, **kwargs)
     return limit.expand(mixed), maps
+
+
+def is_plain(mask: torch.Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether attention of one token is nothing but a softmax with a mask that all heads share."""
+    special = [options.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")]
+    return (
+        not any(special) and not options.get("dropout") and (mask is None or (mask.ndim == 4 and mask.shape[1] == 1))
+    )
 
 
 def attention_function(module: nn.Module, name: str | None) -> Callable[..., Any]:

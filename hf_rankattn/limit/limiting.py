@@ -80,7 +80,9 @@ class RankLimit(nn.Module):
         """Limit a model by the projections in a folder or a Hub repository."""
         model = plain(model)
         heads, facts = sharing.read(model, name, revision)
-        return cls(model, heads, facts["tower"], facts["facts"]).to(model.device).attach()
+        limit = cls(model, heads, facts["tower"], facts["facts"])
+        # an offloaded model is on no device; projections follow the states that they get
+        return (limit if model.device.type == "meta" else limit.to(model.device)).attach()
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, token: bool | str | None = None, **commit) -> str:
         """Upload the limit with its card in one commit; `commit` as in `HfApi.upload_folder`."""
