@@ -29,8 +29,9 @@ class KeyHead:
         width, v = seen.key.shape[-1], seen.value.shape[-1]
         device = seen.key.device
         eye = torch.eye(width, dtype=torch.float64, device=device)[None]
-        roots = [root_of_moment(with_prior(moment[None], eye)) for moment in moments_of_logits(seen, group, EVEN)]
-        best = best_factors(*roots, eye, width)
+        sides = (root_of_moment(with_prior(moment[None], eye)) for moment in moments_of_logits(seen, group, EVEN))
+        query_root, key_root = sides
+        best = best_factors(query_root, key_root, eye, width)
         self.heads, self.query, self.key = seen.heads_of(group), best.query[0].float(), best.key[0].float()
         self.lost_keys = torch.zeros(width, dtype=torch.float64, device=device)
 

@@ -169,11 +169,11 @@ def fit_keys(
     else:
         moments = moments_of_logits(seen, group, EVEN if objective == "attention" else 1.0)
     eye = torch.eye(seen.key.shape[-1], dtype=torch.float64, device=seen.key.device)[None]
-    roots = [root_of_moment(with_prior(moment.to(eye)[None], eye)) for moment in moments]
-    best = best_factors(*roots, eye, rank)
+    query_root, key_root = (root_of_moment(with_prior(moment.to(eye)[None], eye)) for moment in moments)
+    best = best_factors(query_root, key_root, eye, rank)
     query, key = best.query[0].float(), best.key[0].float()
     if objective == "attention":
-        return descend(seen, group, query, key, [root[0] for root in roots], seed)
+        return descend(seen, group, query, key, [query_root[0], key_root[0]], seed)
     return query.expand(seen.shared, -1, -1), key
 
 
@@ -253,7 +253,7 @@ def fit_values(
         moment += (weights.mT @ weights).to(moment)
     else:
         for text in range(len(seen.query)):
-            narrow = ()
+            narrow: tuple[torch.Tensor, ...] = ()
             if keys is not None:
                 narrow = (seen.query[text, seen.heads_of(group)] @ keys[0], seen.key[text, group] @ keys[1])
             mixed = seen.maps(text, group, *narrow) @ seen.value[text, group]

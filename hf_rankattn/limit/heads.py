@@ -60,7 +60,7 @@ class HeadLimits(nn.Module):
         groups, widths = (key.shape[1], value.shape[1]), (key.shape[-1], value.shape[-1])
         return groups == (self.widths.groups,) * 2 and widths == (self.widths.qk, self.widths.value)
 
-    def whole(self) -> "HeadLimits":
+    def unlimited(self) -> "HeadLimits":
         """The same module without projections."""
         groups, qk, value = self.widths.groups, self.widths.qk, self.widths.value
         return HeadLimits(self.widths, [qk] * groups, [value] * groups)

@@ -57,7 +57,7 @@ class RankLimit(nn.Module):
     def remove(self) -> None:
         """Restore the model."""
         if self.attached is not None:
-            self.attached.close()
+            self.attached.close()  # type: ignore[union-attr,operator]
             self.__dict__["attached"] = None
 
     @contextmanager
@@ -276,7 +276,11 @@ def fitted(
     if set(key_ranks) != {widths.qk}:
         queries_keys = query_key(place, layout) if objective == "weights" and layout is not None else None
         for group, rank in enumerate(key_ranks):
-            own = None if queries_keys is None else tuple(side[seen.heads_of(group)] for side in queries_keys)
+            own = (
+                None
+                if queries_keys is None
+                else (queries_keys[0][seen.heads_of(group)], queries_keys[1][seen.heads_of(group)])
+            )
             pairs[group] = fit_keys(seen, group, rank, objective, seed, own)
         keys = joined([pair[0] for pair in pairs]), stacked([pair[1] for pair in pairs])
     if set(value_widths) != {widths.value}:
@@ -343,7 +347,7 @@ class Fitting:
                 f"{type(module).__name__} calls its attention more than once for one layer: its rank cannot be limited."
             )
         self.limit = self.fit(self.place, Seen.of_call(module, query, key, value, mask, scaling, options, self.real))
-        return self.limit if self.applied else self.limit.whole()
+        return self.limit if self.applied else self.limit.unlimited()
 
 
 def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = None) -> ExitStack:
@@ -368,7 +372,7 @@ def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = N
 
 def put(attention: nn.Module, limit: Any, stack: ExitStack) -> None:
     """Give the modules of one attention a config of their own, which names the limited attention function."""
-    modules = [
+    modules: list[Any] = [
         module for module in attention.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
     ]
     if not modules:
@@ -389,7 +393,7 @@ def put(attention: nn.Module, limit: Any, stack: ExitStack) -> None:
         module.config = limited
 
 
-def restore(module: nn.Module, whole: PreTrainedConfig) -> None:
+def restore(module: Any, whole: PreTrainedConfig) -> None:
     module.config = whole
     module.__dict__.pop(LIMIT, None)
     module.__dict__.pop(WHOLE, None)

@@ -308,7 +308,7 @@ class Need:
                 if cell in found:
                     continue
                 every: list[Any] = list(limit.heads)
-                heads = [own if number == place else own.whole() for number, own in enumerate(every)]
+                heads = [own if number == place else own.unlimited() for number, own in enumerate(every)]
                 with RankLimit(self.model, heads, self.tower), self.outputs.replayed(int(cell.layers)):
                     values = self.few.of(self.answers["few"], self.few.answers(self.model))
                 found[cell] = cells.put(cell.key, values)
@@ -398,5 +398,5 @@ def fingerprint(*batches: Mapping[str, torch.Tensor]) -> str:
         for name, tensor in batch.items():
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             if not tensor.is_meta:
-                found.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+                found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]

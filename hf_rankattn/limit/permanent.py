@@ -17,6 +17,7 @@ from ..files.checkpoints import readable
 from ..files.companions import checkpoint_folder, copy_companions
 from ..hub.sharing import MODEL_FOLDER, card_of
 from .heads import HeadLimits
+from .sharing import described
 
 
 @torch.no_grad()
@@ -81,6 +82,10 @@ def write_permanent(source: str, name: str | Path, out: str | Path, overwrite: b
         copy_companions(folder, staging)
         new.save_pretrained(staging)
         how = f"Cut from {Path(source).name} to a rank limit of `hf_rankattn` that was fitted before. No damage was measured then."
-        stock = None if hasattr(new.config, "head_geometry") else stock_heads(new, max(limit.heads[0].key_ranks))
+        stock = (
+            None
+            if hasattr(new.config, "head_geometry")
+            else stock_heads(new, max(described(limit)["layers"][0]["key_ranks"]))
+        )
         card_of(new, Path(out).resolve().name, how=how, stock_heads=stock).save(staging / "README.md")
     return new

@@ -92,7 +92,7 @@ def read(
 ) -> tuple[list[HeadLimits], dict[str, Any]]:
     """The projections of each layer and the description, from a folder or a Hub repository."""
     with readable(name):
-        config, weights = (cached_file(name, file, revision=revision) for file in (CONFIG, WEIGHTS))
+        config, weights = (str(cached_file(name, file, revision=revision)) for file in (CONFIG, WEIGHTS))
         facts = json.loads(Path(config).read_text(encoding="utf-8"))
         if facts.get("format") != FORMAT:
             raise ValueError(f"{CONFIG} has the format {facts.get('format')}, and this version reads {FORMAT}.")
