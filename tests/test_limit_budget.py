@@ -86,7 +86,7 @@ def test_the_damage_of_queries_and_keys_is_that_of_the_slopes():
                 self.head.add_keys = lambda query, slope: (seen.append((before, query, slope)), kept(query, slope))
             return super().listening(states, by_head, add)
 
-    slopings = [Recorded(factoring.key_heads[:1]) for factoring in heads]
+    slopings = [Recorded(factoring.limit, factoring.key_heads[:1]) for factoring in heads]
     with entered(model, slopings):
         add_slopes(model, slopings, batch, seed=0)
     for sloping, (_, query, slope) in zip(slopings, reversed(seen), strict=True):

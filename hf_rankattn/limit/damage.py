@@ -94,24 +94,20 @@ class Factoring:
         return self.limit
 
 
-class Sloping:
-    """Sends the slopes of the loss with respect to queries and mixed values of one layer to its key heads."""
+class Sloping(HeadLimits):
+    """Limits nothing, and sends the slopes of the loss with respect to queries and mixed values of one layer to its key heads."""
 
-    def __init__(self, key_heads: list[KeyHead]):
+    def __init__(self, limit: HeadLimits, key_heads: list[KeyHead]):
+        super().__init__(limit.widths, limit.key_ranks, limit.value_widths)
         self.key_heads = key_heads
         self.real: torch.Tensor | None = None
-
-    def see(self, *call: Any) -> "Sloping":
-        return self
 
     def rows(self, states: torch.Tensor, head: KeyHead) -> torch.Tensor:
         """The real rows of the heads of a group, (heads of the group, rows, w), of states (batch, heads, n, w)."""
         own = states[:, head.heads].transpose(0, 1).float()
         return own.flatten(1, 2) if self.real is None else own[:, self.real.bool()]
 
-    def listening(
-        self, states: torch.Tensor, by_head: Callable[[torch.Tensor], torch.Tensor], add: str
-    ) -> torch.Tensor:
+    def listening(self, states: torch.Tensor, by_head: Callable[[torch.Tensor], torch.Tensor], add: str) -> torch.Tensor:
         nothing = torch.zeros_like(states, requires_grad=True)
 
         def hear(slope: torch.Tensor) -> None:
@@ -121,7 +117,7 @@ class Sloping:
         nothing.register_hook(hear)
         return states + nothing
 
-    def narrow(self, module, query, key, value):
+    def taken(self, module: nn.Module, query, key, value):
         return self.listening(query, lambda states: states, "add_keys"), key, value
 
     def expand(self, mixed: torch.Tensor) -> torch.Tensor:

@@ -229,7 +229,7 @@ def chosen_widths(
     factorings = [Factoring(place, real, output) for place in range(len(numbers))]
     run_within(model, factorings, batch, tower)
     layers = [factoring.key_heads for factoring in factorings]
-    slopings = [Sloping(heads) for heads in layers]
+    slopings = [Sloping(factoring.limit, factoring.key_heads) for factoring in factorings]
     with entered(model, slopings, tower):
         add_slopes(model, slopings, batch, seed)
     auto = [request == "auto" for request in requests]
