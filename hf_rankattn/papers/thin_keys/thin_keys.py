@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ...report.plots import STYLES, new_figure, published_table
-from ..drawing import DASHED, band, level, log_ticks, plural
+from ..drawing import DASHED, Style, band, level, log_ticks, plural
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, every, judge, not_testable, unpublished
 from ..sweep.tolerances import CLOSE, SAME_WIDTH, SOLVES, TRAINED_ACCURACY
@@ -32,17 +32,19 @@ RANDOM = {"task": "random keys", "num_keys": 4095, "d": 64}
 POSITIONS = {"task": "positions", "num_keys": 255}
 POINTS = {"task": "points", "num_keys": 255}
 FEW = [1, 2, 3, 4, 6, 8]
-# The ladder of random keys has no width whose accuracy the law puts next to the goal.
 LAPTOP = [
-    KEYS | {"n": [4, 16, 64], "heads": 1, "qk_rank": FEW[1:]},
-    KEYS | {"n": 16, "heads": 4, "qk_rank": FEW[:4]},
+    POINTS | {"n": [4, 16], "heads": 1, "d": 8, "qk_rank": [4, 7, 8]},
+    POINTS | {"n": 16, "heads": 1, "d": 16, "qk_rank": [4, 15, 16]},
     POSITIONS | {"n": [4, 16, 64], "heads": 1, "qk_rank": FEW[:4]},
-    POSITIONS | {"n": 16, "heads": 4, "qk_rank": FEW[:4]},
-    RANDOM | {"n": [4, 16, 64], "heads": 1, "qk_rank": [9, 12, 15, 18, 21]},
-    POINTS | {"n": [4, 16], "heads": 1, "d": 8, "qk_rank": [4, 6, 7, 8]},
-    POINTS | {"n": 64, "heads": 1, "d": 8, "qk_rank": [6, 7, 8]},
-    POINTS | {"n": 16, "heads": 1, "d": 16, "qk_rank": [4, 12, 15, 16]},
-    POINTS | {"n": 16, "heads": 4, "d": 8, "qk_rank": [4, 7, 8]},
+    # no width for which the law puts the accuracy next to the goal: the one of the law, and the one below
+    RANDOM | {"n": 4, "heads": 1, "qk_rank": [9, 12]},
+    RANDOM | {"n": 16, "heads": 1, "qk_rank": [12, 15]},
+    RANDOM | {"n": 64, "heads": 1, "qk_rank": [15, 18]},
+    POINTS | {"n": 64, "heads": 1, "d": 8, "qk_rank": [7, 8]},
+    POINTS | {"n": 16, "heads": 4, "d": 8, "qk_rank": [7, 8]},
+    POSITIONS | {"n": 16, "heads": 4, "qk_rank": FEW[:2]},
+    KEYS | {"n": [4, 16, 64], "heads": 1, "qk_rank": FEW[1:]},
+    KEYS | {"n": 16, "heads": 4, "qk_rank": [2, 4]},
 ]
 SMOKE = [
     KEYS | {"num_keys": 16, "d": 16, "n": 4, "heads": [1, 4], "qk_rank": [1, 4]},
@@ -120,10 +122,11 @@ def recall_law(n: int, width: int, d: int, draws: int = 4001) -> float:
 
 
 def complete(table: pd.DataFrame) -> pd.DataFrame:
-    """The accuracy of full rank beside each run on points, and whether the run reaches the goal."""
+    """The accuracy of full rank beside each run on points, if full rank has trained, and whether the run reaches the goal."""
     trained = table["task"].isin(TASKS)
     of_points = table[(table.task == "points") & (table.qk_rank == table.d)]
     full = of_points.set_index([*SERIES, "seed"]).accuracy
+    full = full.where(full >= TRAINED_ACCURACY)
     keys = pd.MultiIndex.from_frame(table[[*SERIES, "seed"]])
     reference = np.where(table.task == "points", full.reindex(keys).to_numpy(), np.where(trained, 1.0, np.nan))
     return table.assign(reference=reference, reaches=table.accuracy >= SOLVES * reference)
@@ -137,73 +140,70 @@ def least_ranks(table: pd.DataFrame) -> pd.Series:
 
 
 def shown(values: pd.Series) -> str:
-    """`6`, `6 to 8`, or `more than 8` if a seed does not reach the goal at any rank of the ladder."""
-    low, high = values.min(), values.max()
-    names = ["none" if math.isinf(end) else f"{end:.0f}" for end in (low, high)]
-    return names[0] if low == high else " to ".join(names)
+    """`6`, `6 or 8` where seeds differ, and `none tested` for a seed that does not reach the goal at any rank of its series."""
+    return " or ".join("none tested" if math.isinf(rank) else f"{rank:.0f}" for rank in sorted(values.unique()))
 
 
 def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
     """The least rank against N, and the accuracy against the rank for one N."""
-    figure, (axes,) = new_figure(1, 2, 12.0, 4.8)
+    figure, (axes,) = new_figure(1, 2, 13.0, 4.8)
     rows = table[table.task.isin(TASKS)]
     chosen = 16 if 16 in set(rows.n) else int(rows.n.max())
     draw_least_ranks(axes[0], rows)
     draw_accuracies(axes[1], rows[rows.n == chosen], chosen)
-    first = rows.iloc[0]
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle("How many query-key dimensions does it take to select one of N tokens?")
     figure.supxlabel(
-        f"one layer trained for at most {int(first.steps)} steps; lines: mean of {plural(rows.seed.nunique(), 'seed')}, bands: "
-        f"least to largest. The goal is {SOLVES:.0%} of right values, for points {SOLVES:.0%} of those of full rank."
+        f"one layer, at most {int(rows.steps.iloc[0])} steps; lines: mean of {plural(rows.seed.nunique(), 'seed')}, bands: least "
+        f"to largest. The goal is {SOLVES:.0%} of right values, for points {SOLVES:.0%} of those of full rank; what does not "
+        "reach it in every seed has no mark at the left."
     )
     return {"thin-keys": figure}
 
 
-def names_of(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The series of a figure: all N of a task, a number of heads and, for points, a dimension."""
+def named_series(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Style, dict[str, Any]]]:
+    """All N of a task, of a number of heads and, for points, of a dimension: name, rows, style, and hollow marks for many heads."""
+    styles = iter(STYLES)
     for task in TASKS:
-        for heads, of_heads in rows[rows.task == task].groupby("heads"):
-            name = f"{'learned keys' if task == 'keys' else task}, {plural(int(heads), 'head')}"
-            if task != "points":
-                yield name, of_heads
-                continue
-            for d, of_d in of_heads.groupby("d"):
-                yield f"points of R^{int(d)}, {plural(int(heads), 'head')}", of_d
+        of_task = rows[rows.task == task]
+        for d in sorted(of_task.d.unique()) if task == "points" else [None]:
+            style = next(styles)
+            for heads, own in of_task[(of_task.d == d) | (d is None)].groupby("heads"):
+                name = f"points of R^{int(d)}" if d else "learned keys" if task == "keys" else task
+                look = {} if heads == 1 else {"markerfacecolor": "white", "markersize": 8}
+                yield f"{name}, {plural(int(heads), 'head')}", own, style, look
 
 
 def draw_least_ranks(axis: Axes, rows: pd.DataFrame) -> None:
     sizes = sorted(rows.n.unique())
     grown = np.array([min(sizes), max(sizes)])
     axis.plot(grown, np.log2(grown), **DASHED, label="log2 N")
-    for style, (name, series) in zip(STYLES * 2, names_of(rows), strict=False):
-        least = least_ranks(series).replace(math.inf, math.nan).groupby("n")
-        look: dict[str, Any] = {} if series.heads.iloc[0] == 1 else {"markerfacecolor": "white", "markersize": 8}
-        band(axis, least, style, name, **look)
-        if series.task.iloc[0] == "points" and series.heads.iloc[0] == 1:
-            level(axis, series.d.iloc[0], f"d = {int(series.d.iloc[0])}", 0.99)
-        if series.task.iloc[0] == "random keys":
+    for name, series, style, look in named_series(rows):
+        least = least_ranks(series).groupby("n")
+        band(axis, least.filter(lambda ranks: np.isfinite(ranks).all()).groupby("n"), style, name, **look)
+        task, d = series.task.iloc[0], int(series.d.iloc[0])
+        if task == "points" and not look:
+            level(axis, d, f"d = {d}")
+        if task == "random keys":
             law = [law_rank(n, series) for n in sizes]
             axis.plot(sizes, law, "x", color=style[2], markersize=9, label="law of random projections")
     log_ticks(axis, sizes)
     axis.set(ylim=(0, None), xlabel="tokens to select from, N", ylabel=f"least qk_rank that reaches {SOLVES:.0%}")
-    axis.legend()
+
+
+def draw_accuracies(axis: Axes, rows: pd.DataFrame, n: int) -> None:
+    for name, series, style, look in named_series(rows):
+        band(axis, series.groupby("qk_rank").accuracy, style, name, **look)
+    level(axis, SOLVES, f"{SOLVES:.0%}")
+    log_ticks(axis, [2**power for power in range(int(rows.qk_rank.max()).bit_length())])
+    axis.set(ylim=(0, 1.03), xlabel="qk_rank", ylabel="right values, held out")
+    axis.set_title(f"N = {n}")
 
 
 def law_rank(n: int, series: pd.DataFrame) -> float:
     """The least width of the ladder that reaches the goal by the law."""
     ranks = sorted(series.qk_rank.unique())
     return next((rank for rank in ranks if recall_law(n, int(rank), int(series.d.iloc[0])) >= SOLVES), math.nan)
-
-
-def draw_accuracies(axis: Axes, rows: pd.DataFrame, n: int) -> None:
-    for style, (name, series) in zip(STYLES * 2, names_of(rows), strict=False):
-        look: dict[str, Any] = {} if series.heads.iloc[0] == 1 else {"markerfacecolor": "white"}
-        band(axis, series.groupby("qk_rank").accuracy, style, name, **look)
-    level(axis, SOLVES, f"{SOLVES:.0%}")
-    log_ticks(axis, rows.qk_rank)
-    axis.set(ylim=(0, 1.03), xlabel="qk_rank", ylabel="right values, held out")
-    axis.set_title(f"N = {n}")
-    axis.legend(loc="lower right")
 
 
 def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
@@ -231,7 +231,7 @@ def position_claims(rows: pd.DataFrame, least: pd.Series, published: pd.DataFram
             f"{YAO}, selection by position",
             number,
             "; ".join(
-                f"N {n}: accuracy {one.get_group(n).mean():.3f}, {SOLVES:.0%} from rank {shown(values)}"
+                f"N {n}: accuracy {one.get_group(n).mean():.3f} at rank 1, least rank {shown(values)}"
                 for n, values in least_of_n
             ),
             no="The logits of one dimension are monotone in the key, so a head prefers the first or the last of the keys and "
@@ -281,7 +281,7 @@ def point_claims(rows: pd.DataFrame, least: pd.Series) -> Iterator[Claim]:
     for (d, heads), series in points.groupby(["d", "heads"]):
         full = series[series.qk_rank == d].groupby("n").accuracy
         own = least["points"].xs((d, heads), level=("d", "heads")).groupby("n")
-        text = "; ".join(f"N {n}: from rank {shown(values)}" for n, values in own)
+        text = "; ".join(f"N {n}: least rank {shown(values)}" for n, values in own)
         text += f"; accuracy of full rank {full.mean().min():.3f} to {full.mean().max():.3f}"
         judgement = not_testable(f"Full rank has not trained: its accuracy is {full.min().min():.2f} in one run.")
         if full.min().min() >= TRAINED_ACCURACY:
@@ -300,14 +300,15 @@ def point_claims(rows: pd.DataFrame, least: pd.Series) -> Iterator[Claim]:
         found = {}
         for n in sized:
             of_n = shares[shares.n == n]
-            rank = of_n.qk_rank[of_n.qk_rank >= math.log2(n)].min()
+            rank = int(of_n.qk_rank[of_n.qk_rank >= math.log2(n)].min())
             found[n, rank] = of_n[of_n.qk_rank == rank].share
         yield every(
             judge(f"accuracy over that of full rank (N {n}, rank {rank})", share, SOLVES, ratio=True)
             for (n, rank), share in found.items()
-        ).unpublished(
+        ).claim(
             f"About log2 N dimensions select the nearest of N points of R^{int(d)} ({plural(int(heads), 'head')})",
             f"{YAO}, O(log N) for every selection",
+            "O(log N) dimensions",
             "; ".join(f"N {n}: rank {rank} has {share.mean():.3f} of it" for (n, rank), share in found.items()),
             no="All d coordinates decide which point is nearest, and a head sees as many of them as its rank.",
         )
