@@ -110,9 +110,14 @@ class HeadLimits(nn.Module):
             return mixed[..., : self.widths.value].contiguous()
         return mapped(mixed[..., : self.output.shape[1]].transpose(1, 2), self.output).transpose(1, 2).contiguous()
 
+    @property
+    def uneven(self) -> bool:
+        """Whether key heads have different widths."""
+        return len(set(self.key_ranks)) > 1 or len(set(self.value_widths)) > 1
+
     def packed(self, states: torch.Tensor, ranks: list[int]) -> torch.Tensor:
-        """Keys or values (batch, groups, n, r) as a cache stores them: without the zeros, (batch, 1, n, sum of ranks)."""
-        if len(set(ranks)) == 1:
+        """Keys or values (batch, groups, n, r) as a cache stores them: uneven ones without zeros, (batch, 1, n, sum of ranks)."""
+        if not self.uneven:
             return states
         return torch.cat([states[:, group, :, :rank] for group, rank in enumerate(ranks)], dim=-1)[:, None]
 
@@ -132,19 +137,16 @@ class HeadLimits(nn.Module):
         batch, heads, _, width = query.shape
         query = query.reshape(batch, self.widths.groups, -1, width)
         attend = nn.functional.scaled_dot_product_attention
-        if key.shape[1] == value.shape[1] == self.widths.groups:
+        if key.shape[1] == self.widths.groups:
             return attend(query, key, value, attn_mask=mask, scale=scaling).reshape(batch, 1, heads, -1)
-        keys, values = (
-            states.split(1, dim=1) if states.shape[1] == len(ranks) else states.split(ranks, dim=-1)
-            for states, ranks in ((key, self.key_ranks), (value, self.value_widths))
-        )
+        parts = zip(query.split(1, 1), key.split(self.key_ranks, -1), value.split(self.value_widths, -1), strict=True)
         mixed = [
             attend(asking[..., : own.shape[-1]], own, read, attn_mask=mask, scale=scaling)
-            for asking, own, read in zip(query.split(1, dim=1), keys, values, strict=True)
+            for asking, own, read in parts
         ]
         most = max(part.shape[-1] for part in mixed)
-        parts = [nn.functional.pad(part, (0, most - part.shape[-1])) for part in mixed]
-        return torch.cat(parts, dim=1).reshape(batch, 1, heads, most)
+        padded = [nn.functional.pad(part, (0, most - part.shape[-1])) for part in mixed]
+        return torch.cat(padded, dim=1).reshape(batch, 1, heads, most)
 
 
 def mapped(states: torch.Tensor, maps: torch.Tensor | None) -> torch.Tensor:

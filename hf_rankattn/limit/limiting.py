@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..families.architectures import attending_layers, attention_of, base_of, layers_of
+from ..families.architectures import attending_layers, attention_of, base_of, family_of, layers_of
 from ..families.structure import choosing_tower
 from ..files.running import Inputs, batches_of, evaluating
 from ..probe.batches import plain, real_tokens, run
 from ..probe.interface import LIMIT
 from ..probe.read_weights import Layout, query_key, read_layouts
 from ..probe.read_weights import values as weights_of_values
+from ..probe.weights import present
 from . import sharing, training
 from .damage import Factoring, Sloping, add_slopes, widths_by_damage
 from .fitting import OBJECTIVES, Objective, Seen, fit_keys, fit_values
@@ -320,12 +321,15 @@ def value_weights(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The rows (heads, d, v) by which heads write, and the weights (groups, hidden, v) of values; None where something else is
     between, such as a norm or a gate."""
-    try:
-        found = None if layout is None else weights_of_values(place, layout)
-    except ValueError:
+    if layout is None or layout.output is None:
         return None, None
-    if found is None:
-        return None, None
+    with ExitStack() as stack:
+        for module in dict.fromkeys([*layout.first, layout.output[0]]):
+            stack.enter_context(present(module))
+        try:
+            found = weights_of_values(place, layout)
+        except ValueError:
+            return None, None
     output = found.output.detach().float().unflatten(1, (widths.heads, -1)).transpose(0, 1)
     return output, found.value.detach().float().unflatten(0, (widths.groups, -1)).mT
 
@@ -352,6 +356,11 @@ class Fitting:
 
 def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = None) -> ExitStack:
     """Lets the attention of each layer run within its limits until the stack is closed."""
+    if family_of(model).show_query_key is not None:  # XLNet, RankEncoder
+        raise ValueError(
+            f"{type(model).__name__} computes its attention itself, without transformers' attention interface: its rank cannot be limited. "
+            "Use convert_rank, or train it with another `qk_rank`."
+        )
     with choosing_tower(tower):
         base, layers, numbers = base_of(model), layers_of(model), attending_layers(model)
         attentions = {number: attention_of(model, layers[number]) for number in numbers}

@@ -18,7 +18,7 @@ from ..measure.norms import working
 from ..models.rank_encoder.modeling_rank_encoder import L2Norm
 from .ablate import first
 from .batches import plain_output
-from .interface import implementation
+from .interface import LIMIT, implementation
 from .weights import present
 
 
@@ -159,6 +159,11 @@ def decomposable(model: PreTrainedModel) -> Family:
         raise ValueError("set config.chunk_size_feed_forward to 0 first: the MLP of a layer must run as a whole.")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError("cross-attention reads another stream: only models without it can be decomposed into paths.")
+    if any(LIMIT in module.__dict__ for module in model.modules()):
+        raise ValueError(
+            "the model is within a rank limit, and paths are made of its weights, which are whole: call remove() on the limit, or "
+            "use limit.paused()."
+        )
     return family
 
 

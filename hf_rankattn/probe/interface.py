@@ -158,9 +158,12 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Another attention implementation inside a block.
 
-    It is set in the configs, because `set_attn_implementation` refuses classes without source, such as those of a notebook.
+    It is set in the configs, because `set_attn_implementation` refuses classes without source, such as those of a notebook. A
+    module within a rank limit keeps the attention of the limit, which runs the implementation of the model.
     """
-    before = [(config, config._attn_implementation) for config in configs_of(model)]
+    limited = {id(module.config) for module in model.modules() if LIMIT in module.__dict__} if name != NAME else set()
+    configs = [config for config in configs_of(model) if id(config) not in limited]
+    before = [(config, config._attn_implementation) for config in configs]
     try:
         for config, _ in before:
             config._attn_implementation = name
