@@ -230,7 +230,7 @@ def chosen_widths(
     factorings = [Factoring(place, real, output) for place in range(len(numbers))]
     run_within(model, factorings, batch, tower)
     layers = [factoring.key_heads for factoring in factorings]
-    slopings = [Sloping(factoring.limit, factoring.key_heads) for factoring in factorings]
+    slopings = [Sloping(one.limit, one.key_heads) for one in factorings if one.limit is not None]
     with entered(model, slopings, tower):
         add_slopes(model, slopings, batch, seed)
     auto = [request == "auto" for request in requests]
