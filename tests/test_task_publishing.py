@@ -141,7 +141,7 @@ class TestCommand:
 
     def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, capsys):
         for arguments, message in [
-            (["explode"], "there is no task 'explode'; the tasks are biased_nearest_neighbor"),
+            (["explode"], "there is no task 'explode'; the tasks are associative_recall, biased_nearest_neighbor"),
             (["sorting", "--dim", "3"], "sorting has no parameter 'dim'"),
             (["farthest_neighbor", "--num-points", "1"], "--num-points must be at least 2, got 1"),
             (["farthest_neighbor", "--num-points", f"{10**30}"], "--num-points must be at most 2147483647"),

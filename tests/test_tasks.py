@@ -245,7 +245,7 @@ class TestParameters:
             ("circle", {"num_examples": 501}, "the grid has 500 train rows, and 501 were asked for"),
             ("token_retrieval", {"length": 30}, "`length` must be a multiple of 4"),
             ("token_retrieval", {"num_keys": 5}, "64 records with distinct keys, more than num_keys=5"),
-            ("explode", {}, "no task 'explode'; the tasks are biased_nearest_neighbor, circle, .*token_retrieval"),
+            ("explode", {}, "no task 'explode'; the tasks are associative_recall, biased_nearest_neighbor, circle, .*token_retrieval"),
         ],
     )  # fmt: skip
     def test_a_wrong_parameter_is_a_clear_error(self, name, parameters, message):
@@ -327,7 +327,7 @@ class TestMetrics:
             TokenAccuracy().compute(predictions=[[1, 2]], references=[[1, 2, 3]])
         with pytest.raises(ValueError, match="all tokens are labelled -100"):
             TokenAccuracy().compute(predictions=[[1]], references=[[-100]])
-        with pytest.raises(ValueError, match="no task 'x'; the tasks are biased_nearest_neighbor"):
+        with pytest.raises(ValueError, match="no task 'x'; the tasks are associative_recall, biased_nearest_neighbor"):
             trainer_metrics("x")
 
 
