@@ -17,6 +17,7 @@ from benchmarks import (
     encoder_attention,
     growth,
     import_time,
+    limit,
     measure,
     measure_command,
     one_billion,
@@ -56,6 +57,7 @@ SUITES = {
     "distilled": Suite(convert.distilled, 1200, usual=False),
     "theory": Suite(theory.run, 40),
     "growth": Suite(growth.run, 110),
+    "limit": Suite(limit.run, 35),
 }
 USUAL = [name for name, suite in SUITES.items() if suite.usual]
 

@@ -32,6 +32,7 @@ imported from `hf_rankattn`.
 ROOMS = {
     "models": ("Models", "models.md", "hf_rankattn"),
     "convert": ("Another rank for a checkpoint", "convert.md", "hf_rankattn"),
+    "limit": ("Limits on the rank of any model", "limit.md", "hf_rankattn"),
     "measure": ("Measuring tensors", "measure.md", "hf_rankattn"),
     "probe": ("Measuring models", "measure.md and paths.md", "hf_rankattn"),
     "tasks": ("Tasks", "tasks.md", "hf_rankattn"),

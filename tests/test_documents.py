@@ -114,7 +114,7 @@ def test_relative_links_exist(page):
         assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
-GUIDES = [DOCS / f"{name}.md" for name in ("quickstart", "measure", "convert", "paths", "theory", "gotchas")]
+GUIDES = [DOCS / f"{name}.md" for name in ("quickstart", "measure", "convert", "limit", "paths", "theory", "gotchas")]
 GUIDES += [DOCS / "paper-notes.md", DOCS / "paper_index.md", ROOT / "README.md"]
 DEFINED = r"rank collapse|effective rank|stable rank|numerical rank|energy|residual|logits' rank"
 

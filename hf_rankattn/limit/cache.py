@@ -58,9 +58,11 @@ class RankCache(Cache):
     def __init__(self, model: PreTrainedModel, max_cache_len: int | None = None, offloading: bool = False):
         self.limits = limits_of(model)
         check_cached(model)
-        options = {"config": model.config, "offloading": offloading}
-        static = max_cache_len is not None
-        layers = (StaticCache(max_cache_len=max_cache_len, **options) if static else DynamicCache(**options)).layers
+        options: dict[str, Any] = {"config": model.config, "offloading": offloading}
+        if max_cache_len is None:
+            layers = DynamicCache(**options).layers
+        else:
+            layers = StaticCache(max_cache_len=max_cache_len, **options).layers
         if strange := [layer for layer in layers if type(layer) not in LAYERS]:
             names = ", ".join(sorted(kind.__name__ for kind in LAYERS))
             raise ValueError(
@@ -87,7 +89,7 @@ class RankCache(Cache):
             limit.packed(limit.keys(key_states), limit.key_ranks),
             limit.packed(limit.values(value_states), limit.value_widths),
         )
-        held = self.layers[layer_idx]
+        held: Any = self.layers[layer_idx]
         if held.is_initialized and held.keys.ndim == 4:
             widths = tuple((states.shape[1], states.shape[-1]) for states in new)
             if widths != (found := tuple((states.shape[1], states.shape[-1]) for states in (held.keys, held.values))):
@@ -105,8 +107,8 @@ class RankCache(Cache):
 
         A layer that grows has room for at most 256 more tokens, which are not counted here; a static one is counted as a whole.
         """
-        held = [(layer.keys, layer.values) for layer in self.layers if getattr(layer, "keys", None) is not None]
-        return sum(states.nbytes for pair in held for states in pair)
+        held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
+        return sum(states.nbytes for states in held if states is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RankCache":
         """Another cache of the same model, for prompts that are used several times."""
@@ -134,7 +136,7 @@ class GrowingLayer(DynamicLayer):
         )
         return self.keys, self.values
 
-    def appended(self, place: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def appended(self, place: int, held: Any, new: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad)):
             return torch.cat([held, new], dim=-2)
         before = held.shape[-2] if held.ndim == 4 else 0
@@ -175,9 +177,9 @@ def check_cached(model: PreTrainedModel) -> None:
         )
 
 
-def limits_of(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+def limits_of(model: PreTrainedModel) -> dict[int, Any]:
     """The attention modules within limits, by the number with which they call a cache."""
-    found = {
+    found: dict[int, Any] = {
         module.layer_idx: module
         for module in model.modules()
         if LIMIT in module.__dict__ and getattr(module, "layer_idx", None) is not None

@@ -34,6 +34,9 @@ class RankLimit(nn.Module):
     `attach()` puts it back. Its parameters are those of the projections alone.
     """
 
+    model: PreTrainedModel
+    attached: ExitStack | None
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -227,7 +230,7 @@ def fitted(
     if set(key_ranks) != {widths.qk}:
         queries_keys = query_key(place, layout) if objective == "weights" and layout is not None else None
         for group, rank in enumerate(key_ranks):
-            own = None if queries_keys is None else tuple(side[seen.heads_of(group)] for side in queries_keys)
+            own: Any = None if queries_keys is None else tuple(side[seen.heads_of(group)] for side in queries_keys)
             pairs[group] = fit_keys(seen, group, rank, objective, seed, own)
         keys = joined([pair[0] for pair in pairs]), stacked([pair[1] for pair in pairs])
     if set(value_widths) != {widths.value}:
@@ -325,7 +328,7 @@ def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = N
 
 def put(attention: nn.Module, limit: Any, stack: ExitStack) -> None:
     """Give the modules of one attention a config of their own, which names the limited attention function."""
-    modules = [
+    modules: list[Any] = [
         module for module in attention.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
     ]
     if not modules:
@@ -346,7 +349,7 @@ def put(attention: nn.Module, limit: Any, stack: ExitStack) -> None:
         module.config = limited
 
 
-def restore(module: nn.Module, whole: PreTrainedConfig) -> None:
+def restore(module: Any, whole: PreTrainedConfig) -> None:
     module.config = whole
     module.__dict__.pop(LIMIT, None)
     module.__dict__.pop(WHOLE, None)

@@ -93,6 +93,7 @@ def read(
     """The projections of each layer and the description, from a folder or a Hub repository."""
     with readable(name):
         config, weights = (cached_file(name, file, revision=revision) for file in (CONFIG, WEIGHTS))
+        assert config is not None and weights is not None  # cached_file raises
         facts = json.loads(Path(config).read_text(encoding="utf-8"))
         if facts.get("format") != FORMAT:
             raise ValueError(f"{CONFIG} has the format {facts.get('format')}, and this version reads {FORMAT}.")
