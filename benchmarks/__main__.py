@@ -17,6 +17,7 @@ from benchmarks import (
     encoder_attention,
     growth,
     import_time,
+    limit,
     measure,
     measure_command,
     one_billion,
@@ -58,6 +59,7 @@ SUITES = {
     "theory": Suite(theory.run, 40),
     "growth": Suite(growth.run, 110),
     "widths": Suite(widths.run, 300, usual=False),
+    "limit": Suite(limit.run, 35),
 }
 USUAL = [name for name, suite in SUITES.items() if suite.usual]
 

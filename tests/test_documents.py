@@ -119,7 +119,7 @@ def test_relative_links_exist(page):
         assert anchor in anchors(page.parent / target if target else page), (target, anchor)
 
 
-GUIDES = [DOCS / f"{name}.md" for name in ("measure", "convert", "paths", "theory", "gotchas", "README")]
+GUIDES = [DOCS / f"{name}.md" for name in ("measure", "convert", "limit", "paths", "theory", "gotchas", "README")]
 GUIDES += [DOCS / "tutorials" / f"{name}.md" for name in ("engineer", "student")]
 GUIDES += [DOCS / "paper-notes.md", DOCS / "paper_index.md", ROOT / "README.md"]
 DEFINED = r"rank collapse|effective rank|stable rank|numerical rank|energy|residual|logits' rank"

@@ -177,7 +177,7 @@ def check_cached(model: PreTrainedModel) -> None:
         )
 
 
-def limits_of(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+def limits_of(model: PreTrainedModel) -> dict[int, Any]:
     """The attention modules within limits, by the number with which they call a cache."""
     found: dict[Any, torch.nn.Module] = {
         module.layer_idx: module

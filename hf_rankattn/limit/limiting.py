@@ -36,6 +36,9 @@ class RankLimit(nn.Module):
     `attach()` puts it back. Its parameters are those of the projections alone.
     """
 
+    model: PreTrainedModel
+    attached: ExitStack | None
+
     def __init__(
         self,
         model: PreTrainedModel,
