@@ -21,6 +21,7 @@ from . import sharing, training
 from .damage import Factoring, Sloping, add_slopes, widths_by_damage
 from .fitting import OBJECTIVES, Objective, Seen, fit_keys, fit_values
 from .heads import NAME, WHOLE, HeadLimits, Turns, Widths
+from .permanent import permanent
 from .ranks import Request, check_budget, check_request, widths_of_heads
 
 
@@ -101,6 +102,10 @@ class RankLimit(nn.Module):
         training.distil(self, batches, steps, learning_rate, seed, progress)
         self.facts["distil_steps"] = self.facts.get("distil_steps", 0) + steps
         return self
+
+    def permanent(self) -> PreTrainedModel:
+        """A model with narrower weights in place of the projections, of the families that [`convert_rank`] takes."""
+        return permanent(self)
 
     def __enter__(self) -> "RankLimit":
         return self.attach()

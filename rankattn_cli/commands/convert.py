@@ -1,3 +1,5 @@
+from pathlib import Path
+
 from typer import Argument, Option
 
 from ..console import PLAIN_EVERY, Bar, Json, print_json, print_table, say
@@ -51,6 +53,9 @@ def convert(
     column: str | None = Option(None, help="Column of its texts; two with a comma for pairs."),
     label_column: str | None = Option(None, help="Column of its labels."),
     examples: int = Option(200, help="Rows of the dataset to read."),
+    limit: str | None = Option(
+        None, help="Put a saved rank limit into the weights: its folder or Hub name. No other choice goes with it."
+    ),
     curve: bool = Option(False, "--curve", help="Draw quality against rank; no model is written."),
     seed: int = Option(0, help="Seed of new dimensions and of distillation."),
     as_json: bool = Json,
@@ -59,6 +64,7 @@ def convert(
     from hf_rankattn.convert.checkpoint import convert_checkpoint
     from hf_rankattn.convert.curve import curve_to_file
     from hf_rankattn.convert.outcome import size_rows
+    from hf_rankattn.limit.permanent import write_permanent
     from hf_rankattn.report.plots import draw_rank_curve
 
     if auto and qk_rank is not None:
@@ -84,6 +90,29 @@ def convert(
             "--curve tries several ranks on the package's text and writes no model: leave --qk-rank, --v-head-dim, --auto, its budgets, --ranks, "
             "--stream, --remote-code, --base-model, --dataset and its columns out."
         )
+    if limit is not None:
+        if (
+            curve
+            or dataset is not None
+            or calibration is not None
+            or any(option not in (None, False) for option in chosen)
+        ):
+            raise ValueError(
+                "--limit puts a fitted limit into the weights: leave everything but --out and --overwrite out."
+            )
+        if out is None:
+            raise ValueError("give --out, the folder to write to.")
+        new = write_permanent(model, limit, out, overwrite)
+        told = {
+            "folder": str(Path(out).resolve()),
+            "model_class": type(new).__name__,
+            "parameters": new.num_parameters(),
+        }
+        if as_json:
+            print_json(told)
+        else:
+            say(f"{told['model_class']} of {told['parameters']:,} parameters in {out}.")
+        return
     fitting: dict = {"calibration": calibration, "objective": objective, "distil_steps": distil_steps, "seed": seed}
     fitting["distil_text"] = distil_text
     budget: dict = {
