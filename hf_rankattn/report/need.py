@@ -79,6 +79,10 @@ class Need:
         rows = rows.assign(layer=rows.layers.astype(int), width=rows.width.astype(int))
         return rows.pivot(index="width", columns="layer", values="value")
 
+    def largest_loss(self, kind: str) -> float:
+        """The end of the colours of a map, at least 1 %, so that noise is pale."""
+        return max(0.01, 1 - float(self.map(kind).min().min()))
+
     def found(self) -> dict[str, Any]:
         """The answer in numbers."""
         return {
@@ -172,9 +176,9 @@ def curve_picture(need: Need, kind: str) -> Picture:
     )
 
 
-def map_picture(need: Need, kind: str, top: float) -> Picture:
+def map_picture(need: Need, kind: str) -> Picture:
     """The loss with one layer limited, by layer and width: the stronger the colour, the more the model needs this layer's rank."""
-    values = need.map(kind)
+    values, top = need.map(kind), need.largest_loss(kind)
     columns, cell, height = len(values.columns), min(48.0, max(8.0, 590 / len(values.columns))), 22.0
     cells = []
     for row, (width, line) in enumerate(values.iterrows()):
@@ -205,14 +209,8 @@ def map_picture(need: Need, kind: str, top: float) -> Picture:
     )
 
 
-def largest_loss(need: Need) -> float:
-    losses = [1 - float(values.min().min()) for kind in PLACES if not (values := need.map(kind)).empty]
-    return max([0.01, *losses])
-
-
 def pictures(need: Need) -> list[Picture]:
-    top = largest_loss(need)
-    maps = [map_picture(need, kind, top) for kind in PLACES if not need.map(kind).empty]
+    maps = [map_picture(need, kind) for kind in PLACES if not need.map(kind).empty]
     return [*(curve_picture(need, kind) for kind in PLACES), *maps]
 
 
@@ -221,7 +219,7 @@ def grid(need: Need, kind: str) -> Grid:
     lines = need.curves(kind)
     widths = sorted({width for line in lines.values() for width in line})
     rows = [
-        [str(width), *(f"{line[width]:.4f}" if width in line else "" for line in lines.values())] for width in widths
+        [str(width), *(f"{line[width]:.4f}" if width in line else "-" for line in lines.values())] for width in widths
     ]
     return Grid(
         [DIRECTIONS[kind], *(NAMES[kind][objective] for objective in lines)], rows, f"{PLACES[kind]}, all layers"
@@ -249,7 +247,6 @@ def need_figure(table: pd.DataFrame, facts: Mapping[str, Any]) -> "Figure":
     need = Need(table, facts)
     rows = 1 + any(not need.map(kind).empty for kind in PLACES)
     figure, axes = new_figure(rows, 2, 10.0, 3.6 + 1.9 * (rows - 1), height_ratios=[3.6, 1.6][:rows])
-    top, mesh = largest_loss(need), None
     for place, kind in enumerate(PLACES):
         axis = axes[0, place]
         for (objective, line), (marker, dash, colour) in zip(need.curves(kind).items(), STYLES, strict=False):
@@ -269,14 +266,14 @@ def need_figure(table: pd.DataFrame, facts: Mapping[str, Any]) -> "Figure":
         if rows == 1:
             continue
         values, below = need.map(kind), axes[1, place]
-        mesh = below.imshow((1 - values).clip(lower=0), aspect="auto", cmap="Blues", vmin=0, vmax=top, origin="lower")
+        losses, top = (1 - values).clip(lower=0), need.largest_loss(kind)
+        mesh = below.imshow(losses, aspect="auto", cmap="Blues", vmin=0, vmax=top, origin="lower")
+        figure.colorbar(mesh, ax=below, label="loss of quality")
         below.set_yticks(range(len(values.index)), [str(width) for width in values.index])
         ticks = labelled(len(values.columns))
         below.set_xticks(list(ticks), [str(values.columns[tick]) for tick in ticks])
         below.set(xlabel="layer limited alone", ylabel="width")
     axes[0, 0].set_ylabel("quality")
-    if mesh is not None:
-        figure.colorbar(mesh, ax=axes[1, :].tolist(), label="loss of quality")
     figure.suptitle(f"How much rank is needed? {literal(facts['title'])}", fontsize=11)
     return figure
 
