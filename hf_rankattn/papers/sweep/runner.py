@@ -61,8 +61,8 @@ PAPERS = Path(__file__).parent.parent
 # shared by several
 EXPERIMENTS = {
     file.stem.replace("_", "-"): f"{file.parent.name}.{file.stem}"
-    for published in sorted(PAPERS.glob("*/published"))
-    for file in sorted(published.parent.glob("[!_]*.py"))
+    for file in sorted(PAPERS.glob("*/[!_]*.py"))
+    if (file.parent / "published").is_dir()
 }
 
 
