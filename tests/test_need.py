@@ -1,6 +1,7 @@
 """How much rank a model needs: models whose need is known, the same numbers by other means, and runs that are stopped."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -121,6 +122,17 @@ def test_perplexities_are_those_of_transformers_and_one_layer_alone_is_a_limit_o
     table = measure_need(model, held, calibration=calibration, widths=[2, 5], target_loss=0.5)
     found = table[table.metric == "perplexity"].set_index(["kind", "layers", "objective", "width"]).value
     whole, few = perplexity(held), {name: value[:4] for name, value in held.items()}
+
+    def likely(batch):
+        with torch.no_grad():
+            probabilities = model(**batch).logits[:, :-1].double().softmax(-1)
+        return probabilities[batch["attention_mask"][:, 1:] == 1]
+
+    before = likely(few)
+
+    def divergence(after):
+        return float((before * (before / after).log()).sum(-1).mean())
+
     assert found["qk", "all", "whole", WIDTH] == pytest.approx(whole, rel=1e-5)
     for kind, name in (("qk", "qk_rank"), ("v", "v_head_dim")):
         for objective in ("attention", "components", "weights"):
@@ -132,7 +144,14 @@ def test_perplexities_are_those_of_transformers_and_one_layer_alone_is_a_limit_o
         for layer in (0, 1):
             widths = [2 if number == layer else WIDTH for number in range(2)]
             with limit_rank(model, **{name: widths}, calibration=calibration):
-                assert found[kind, str(layer), "attention", 2] == pytest.approx(perplexity(few), rel=1e-4)
+                expected = divergence(likely(few))
+            rows = (
+                table[(table.layers == str(layer)) & (table.kind == kind) & (table.width == 2)]
+                .set_index("metric")
+                .value
+            )
+            assert rows["divergence"] == pytest.approx(expected, rel=1e-3)
+            assert rows["quality"] == pytest.approx(math.exp(-expected), rel=1e-4)
 
 
 def test_accuracy_is_relative_to_that_of_the_whole_model():
@@ -290,7 +309,11 @@ def test_the_command_on_a_decoder(tmp_path, tokenizer, capsys):
         and told["facts"]["held_out"] == "3 texts of 48 tokens from the package's paragraphs"
     )
     table = pd.read_parquet(out / "table.parquet")
-    assert set(table.metric) == {"quality", "perplexity", "needed_width"} and set(table.layers) == {"all", "0", "1"}
+    assert set(table.metric) == {"quality", "perplexity", "divergence", "needed_width"} and set(table.layers) == {
+        "all",
+        "0",
+        "1",
+    }
     assert needed(table) == {kind: entry["needed"] for kind, entry in told["needed"].items()}
     page = check_page((out / "report.html").read_text())
     assert len(page.all("svg")) == 4 and told["sentences"][0] in " ".join(page.words)

@@ -24,7 +24,7 @@ from .cells import Cells
 from .fitting import Seen
 from .heads import HeadLimits, Widths
 from .limiting import Fitting, RankLimit, limit_rank, merged, run_within
-from .quality import NextTokenPerplexity, quality_of
+from .quality import NextTokenPerplexity, quality_of, quality_of_layer
 
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def measure_need(
         target_loss (`float`, *optional*, defaults to 0.01):
             The smallest width that keeps a quality of `1 - target_loss` is found by bisection between the measured widths.
         by_layer (`bool`, *optional*, defaults to `True`):
-            Also limit one layer at a time, to the two smallest widths. A language model is judged on the first four examples there.
+            Also limit one layer at a time, to the two smallest widths. A language model is judged there on the first four examples, by
+            `exp(-divergence)` from the tokens that the whole model expects: perplexity changes by more than a layer costs there by chance.
         pooling (`str`, *optional*, defaults to `"mean"`): How token states become an embedding: `"mean"`, `"cls"` or `"max"`.
         tower (`str`, *optional*): One side of a model with several, as in [`measure_collapse`].
         seed (`int`, *optional*, defaults to 0): As in [`limit_rank`].
@@ -94,7 +95,7 @@ def measure_need(
         progress (*optional*): Called with the number of measurements that are done, and their number in all.
 
     Returns a table with the columns `model, kind, layers, objective, width, metric, value`. `layers` is `"all"` or the number of a layer.
-    The metric `quality` is 1 for the whole model, `perplexity`, `accuracy` or `embedding_cosine` is what quality is computed from, and
+    The metric `quality` is 1 for the whole model, `perplexity`, `accuracy`, `embedding_cosine` or `divergence` is what quality is computed from, and
     `needed_width` is the smallest width that keeps the target. The objective `"whole"` is the model without a limit, and the others are
     those of [`limit_rank`]: its default, and three baselines.
 
@@ -110,7 +111,7 @@ def measure_need(
     >>> held_out, calibration = ({"input_ids": torch.randint(50, (2, 16))} for _ in range(2))
     >>> table = measure_need(model, held_out, calibration=calibration, widths=[2, 4])
     >>> sorted(set(table.layers)), sorted(set(table.metric))
-    (['0', '1', 'all'], ['needed_width', 'perplexity', 'quality'])
+    (['0', '1', 'all'], ['divergence', 'needed_width', 'perplexity', 'quality'])
     ```
     """
     model = plain(model)
@@ -153,14 +154,20 @@ class Need:
             real_tokens(model, batch)
         self.quality = quality_of(model, held, pooling)
         few = first_examples(held, LAYER_EXAMPLES) if isinstance(self.quality, NextTokenPerplexity) else held
-        self.few = quality_of(model, few, pooling)
+        self.few = quality_of_layer(self.quality, model, few, pooling)
         self.widths = widths_of(model, self.batch, tower)
         self.full = {"qk": max(own.qk for own in self.widths), "v": max(own.value for own in self.widths)}
         self.settings = {
             "model": fingerprint(dict(model.state_dict())),
             "held_out": fingerprint(*held),
             "calibration": fingerprint(self.batch),
-            **{"quality": self.quality.name, "pooling": pooling, "tower": tower, "seed": seed},
+            **{
+                "quality": self.quality.name,
+                "layer_quality": self.few.name,
+                "pooling": pooling,
+                "tower": tower,
+                "seed": seed,
+            },
             "layer_examples": sum(len(next(iter(batch.values()))) for batch in few),
             **{name: version(name) for name in ("hf_rankattn", "torch", "transformers")},
         }

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from transformers import PreTrainedModel
 
 from ..convert.damage import Classification, Embeddings, MaskedTokens, NextToken, Task, task_of
@@ -35,11 +35,16 @@ class Quality(Task):
 class NextTokenPerplexity(Quality, NextToken):
     name = "perplexity"
 
-    def read(self, output, batch):
+    def scored(self, output, batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits (tokens, vocabulary) of the tokens that have a label, and these labels."""
         ids = batch.get("truth", batch["input_ids"])
         if "truth" not in batch and "attention_mask" in batch:
             ids = ids.masked_fill(batch["attention_mask"] == 0, NO_LABEL)
-        return losses(output.logits[:, :-1], ids[:, 1:])
+        return labelled(output.logits[:, :-1], ids[:, 1:])
+
+    def read(self, output, batch):
+        logits, labels = self.scored(output, batch)
+        return cross_entropy(logits, labels, reduction="none").cpu()
 
     def of(self, whole, limited):
         found = limited.double().mean().exp()
@@ -49,17 +54,39 @@ class NextTokenPerplexity(Quality, NextToken):
 class MaskedPerplexity(NextTokenPerplexity):
     """The batches have the hidden tokens as `labels`, -100 elsewhere."""
 
-    def read(self, output, batch):
+    def scored(self, output, batch):
         logits = output.prediction_logits if "prediction_logits" in output else output.logits
-        return losses(logits, batch["truth"])
+        return labelled(logits, batch["truth"])
 
 
-def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The negative log-likelihood of each token with a label."""
+def labelled(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     real = labels != NO_LABEL
-    return cross_entropy(
-        logits[real.to(logits.device)].float(), labels[real].to(logits.device), reduction="none"
-    ).cpu()
+    return logits[real.to(logits.device)].float(), labels[real].to(logits.device)
+
+
+class Divergence(NextTokenPerplexity):
+    """The perplexity of the whole model divided by that of the limited one, expected on texts that the whole model would write.
+
+    It is `exp(-divergence)`, with the mean divergence of the distributions of tokens. Perplexity on a few hundred tokens of a given text
+    changes by a per cent by chance, which hides what one layer costs; the divergence does not depend on which token came next.
+    """
+
+    name = "divergence"
+
+    def read(self, output, batch):
+        logits, _ = self.scored(output, batch)
+        return logits.log_softmax(-1).cpu()
+
+    def of(self, whole, limited):
+        rows = [
+            kl_div(ours, theirs, log_target=True, reduction="sum") for theirs, ours in zip(whole, limited, strict=True)
+        ]
+        found = torch.stack(rows).double().mean().clamp(min=0)
+        return {"quality": float((-found).exp()), self.name: float(found)}
+
+
+class MaskedDivergence(Divergence, MaskedPerplexity):
+    scored = MaskedPerplexity.scored
 
 
 class EmbeddingCosine(Quality, Embeddings):
@@ -109,3 +136,10 @@ def quality_of(model: PreTrainedModel, batches: Sequence[Batch], pooling: str = 
             )
         return Accuracy(model, batches)
     return EmbeddingCosine(base_of(model), batches, pooling)
+
+
+def quality_of_layer(quality: Quality, model: PreTrainedModel, batches: Sequence[Batch], pooling: str) -> Quality:
+    """The measure for one layer of a model that has this measure for all layers."""
+    if isinstance(quality, NextTokenPerplexity):
+        return (MaskedDivergence if isinstance(quality, MaskedPerplexity) else Divergence)(model, batches)
+    return quality_of(model, batches, pooling)

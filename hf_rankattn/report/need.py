@@ -107,7 +107,13 @@ class Need:
             self.sentence(),
             f"Quality is {quality}. Each kind is limited alone, to the same width in all heads of all layers.",
         ]
-        return [*found, *(line for kind in PLACES if (line := self.layer_sentence(kind)))]
+        found += [line for kind in PLACES if (line := self.layer_sentence(kind))]
+        if "divergence" in set(self.table.metric):
+            found.append(
+                "One layer is judged by exp(-divergence) from the tokens that the whole model expects: that is the ratio of perplexities "
+                "on texts that the model itself would write, with less noise on few tokens."
+            )
+        return found
 
     def layer_sentence(self, kind: str) -> str:
         values = self.map(kind)
