@@ -375,7 +375,9 @@ class TestCommand:
         self.checkpoint(KINDS[0], data / "model", minilm)
         monkeypatch.chdir(data)
         result = CliRunner().invoke(cli.app, ["convert", "model", "--curve", "--calibration", "images"])
-        assert isinstance(result.exception, ValueError) and "a curve is judged on the package's text" in str(result.exception)
+        assert isinstance(result.exception, ValueError) and "a curve is judged on the package's text" in str(
+            result.exception
+        )
 
     def test_in_a_process_of_its_own_with_the_advice(self, data, minilm):
         self.checkpoint(KINDS[0], data / "model", minilm)

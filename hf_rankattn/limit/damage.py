@@ -107,7 +107,9 @@ class Sloping(HeadLimits):
         own = states[:, head.heads].transpose(0, 1).float()
         return own.flatten(1, 2) if self.real is None else own[:, self.real.bool()]
 
-    def listening(self, states: torch.Tensor, by_head: Callable[[torch.Tensor], torch.Tensor], add: str) -> torch.Tensor:
+    def listening(
+        self, states: torch.Tensor, by_head: Callable[[torch.Tensor], torch.Tensor], add: str
+    ) -> torch.Tensor:
         nothing = torch.zeros_like(states, requires_grad=True)
 
         def hear(slope: torch.Tensor) -> None:
