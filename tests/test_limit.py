@@ -335,10 +335,13 @@ class TestTraining:
 class TestElsewhere:
     def test_torch_compile(self):
         model, batch = llama()
-        with limit_rank(model, 2, 3, calibration=batch):
-            expected = outputs(model, batch)
-            compiled = torch.compile(model, backend="eager", fullgraph=True)
-            assert equal(outputs(compiled, batch), expected)
+        whole = outputs(model, batch)
+        for compiled in (torch.compile(model, backend="eager"), torch.compile(model, backend="eager", fullgraph=True)):
+            assert equal(outputs(compiled, batch), whole)
+            with limit_rank(compiled, 2, 3, calibration=batch):
+                assert equal(outputs(compiled, batch), outputs(model, batch))
+                assert not equal(outputs(compiled, batch), whole)
+            assert equal(outputs(compiled, batch), whole)
         torch.compiler.reset()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
