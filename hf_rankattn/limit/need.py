@@ -176,8 +176,6 @@ class Need:
     def table(
         self, cells: Cells, grid: dict[str, list[int]], given: bool, target_loss: float, by_layer: bool, progress
     ) -> "pd.DataFrame":
-        import pandas as pd
-
         wanted = [Cell(kind, ALL, DEFAULT, width) for kind in KINDS for width in grid[kind]]
         base = [
             Cell(kind, ALL, objective, width)
@@ -212,21 +210,20 @@ class Need:
                 found[cell] = values
         for part in apart.values():
             found |= self.one_at_a_time(cells, part, advance)
+        table = self.rows(found, whole_values, needed)
+        table.attrs = {"refused": refused, "target_loss": target_loss, "quality": self.quality.name}
+        return table
+
+    def rows(
+        self, found: Mapping[Cell, dict[str, float]], whole_values: Mapping[str, float], needed: Mapping[str, int]
+    ) -> "pd.DataFrame":
+        """The long table of all measurements and answers."""
+        import pandas as pd
+
+        measured = {Cell(kind, ALL, WHOLE, self.full[kind]): whole_values for kind in KINDS} | dict(found)
         rows = [
-            {
-                "kind": kind,
-                "layers": ALL,
-                "objective": WHOLE,
-                "width": self.full[kind],
-                "metric": metric,
-                "value": value,
-            }
-            for kind in KINDS
-            for metric, value in whole_values.items()
-        ]
-        rows += [
             {**cell._asdict(), "metric": metric, "value": value}
-            for cell, values in found.items()
+            for cell, values in measured.items()
             for metric, value in values.items()
         ]
         rows += [
@@ -234,7 +231,6 @@ class Need:
             for kind, width in needed.items()
         ]
         table = pd.DataFrame(rows).assign(model=self.model.config.model_type).reindex(columns=COLUMNS)
-        table.attrs = {"refused": refused, "target_loss": target_loss, "quality": self.quality.name}
         return table.astype({"width": "Int32"})
 
     def whole(self) -> torch.Tensor:
