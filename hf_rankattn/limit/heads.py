@@ -136,17 +136,23 @@ class HeadLimits(nn.Module):
         """
         batch, heads, _, width = query.shape
         query = query.reshape(batch, self.widths.groups, -1, width)
-        attend = nn.functional.scaled_dot_product_attention
         if key.shape[1] == self.widths.groups:
-            return attend(query, key, value, attn_mask=mask, scale=scaling).reshape(batch, 1, heads, -1)
+            return attended(query, key, value, mask, scaling).reshape(batch, 1, heads, -1)
         parts = zip(query.split(1, 1), key.split(self.key_ranks, -1), value.split(self.value_widths, -1), strict=True)
-        mixed = [
-            attend(asking[..., : own.shape[-1]], own, read, attn_mask=mask, scale=scaling)
-            for asking, own, read in parts
-        ]
+        mixed = [attended(asking[..., : own.shape[-1]], own, read, mask, scaling) for asking, own, read in parts]
         most = max(part.shape[-1] for part in mixed)
         padded = [nn.functional.pad(part, (0, most - part.shape[-1])) for part in mixed]
         return torch.cat(padded, dim=1).reshape(batch, 1, heads, most)
+
+
+def attended(query, key, value, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """The mixed values of few queries and many keys, written out on the CPU, where that is faster than torch's kernels."""
+    if query.device.type != "cpu" or query.dtype.itemsize < 4:
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    logits = (query * scaling) @ key.mT
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    return logits.softmax(-1) @ value
 
 
 def mapped(states: torch.Tensor, maps: torch.Tensor | None) -> torch.Tensor:
