@@ -23,7 +23,7 @@ from .damage import Factoring, Sloping, add_slopes, widths_by_damage
 from .fitting import OBJECTIVES, Objective, Seen, fit_keys, fit_values
 from .heads import NAME, WHOLE, HeadLimits, Turns, Widths
 from .permanent import permanent
-from .ranks import Request, check_budget, check_request, widths_of_heads
+from .ranks import Budget, Request, budgets_of, check_request, widths_of_heads
 
 
 Progress = Callable[[int, int], Any]
@@ -126,7 +126,7 @@ def limit_rank(
     v_head_dim: Request = None,
     *,
     calibration: Inputs,
-    mean_rank: float | None = None,
+    mean_rank: Budget = None,
     objective: Objective = "attention",
     tower: str | None = None,
     seed: int = 0,
@@ -143,8 +143,9 @@ def limit_rank(
             spreads `mean_rank` over layers and key heads.
         v_head_dim (`int` or list, *optional*): The same for values, which are projected before attention mixes them.
         calibration: A batch, a list of batches or a DataLoader. All batches run as one.
-        mean_rank (`float`, *optional*):
-            The mean width of all key heads where a width is `"auto"`, of both kinds together if both are. Widths are chosen by what
+        mean_rank (`float`, or two, *optional*):
+            The mean width of all key heads where a width is `"auto"`. If both are, two numbers are two budgets, for queries and keys and
+            for values, and one number is shared. Widths are chosen by what
             narrower heads do to the output of the model, to first order, which takes one more forward and one backward pass.
         objective (`str`, *optional*, defaults to `"attention"`):
             What is minimised for queries and keys: `"attention"` weights the change of each logit by the attention that it gets,
@@ -193,9 +194,10 @@ def limit_rank(
             check_request(name, request, len(numbers))
         batch = merged(model, calibration)
         real = real_tokens(model, batch)
-        check_budget(qk_rank, v_head_dim, mean_rank)
-        if mean_rank is not None:
-            qk_rank, v_head_dim = chosen_widths(model, batch, real, (qk_rank, v_head_dim), mean_rank, tower, seed)
+        budgets = budgets_of(qk_rank, v_head_dim, mean_rank)
+        if any(budgets):
+            keys, values = chosen_widths(model, batch, real, budgets, tower, seed)
+            qk_rank, v_head_dim = keys or qk_rank, values or v_head_dim
         layouts = (
             layouts_of(model, batch, needed=objective == "weights")
             if v_head_dim is not None or objective == "weights"
@@ -219,11 +221,10 @@ def chosen_widths(
     model: PreTrainedModel,
     batch: Mapping[str, torch.Tensor],
     real: torch.Tensor | None,
-    requests: tuple[Request, Request],
-    mean_rank: float,
+    budgets: tuple[float | None, float | None, float | None],
     tower: str | None,
     seed: int,
-) -> tuple[Request, Request]:
+) -> tuple[list[list[int]] | None, list[list[int]] | None]:
     """The widths that the budget gives to each key head where "auto" is asked for."""
     numbers, layouts = attending_layers(model), layouts_of(model, batch, needed=False)
 
@@ -236,14 +237,7 @@ def chosen_widths(
     slopings = [Sloping(one.limit, one.key_heads) for one in factorings if one.limit is not None]
     with entered(model, slopings, tower):
         add_slopes(model, slopings, batch, seed)
-    auto = [request == "auto" for request in requests]
-    budgets = (
-        (None, None, mean_rank)
-        if all(auto)
-        else (mean_rank if auto[0] else None, mean_rank if auto[1] else None, None)
-    )
-    keys, values = widths_by_damage(layers, budgets)
-    return (keys if auto[0] else requests[0]), (values if auto[1] else requests[1])
+    return widths_by_damage(layers, budgets)
 
 
 def run_within(model: PreTrainedModel, limits: Sequence[Any], batch: Mapping[str, torch.Tensor], tower) -> None:

@@ -401,5 +401,5 @@ def fingerprint(*batches: Mapping[str, torch.Tensor]) -> str:
         for name, tensor in batch.items():
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             if not tensor.is_meta:
-                found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]

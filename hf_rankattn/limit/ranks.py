@@ -7,6 +7,8 @@ from typing import Literal
 
 # one width, one for each layer with attention, or for each of its key heads; "auto" spreads `mean_rank`
 Request = int | Sequence[int | Sequence[int]] | Literal["auto"] | None
+# the mean of the widths that "auto" spreads, or two: that of queries and keys, and that of values
+Budget = float | Sequence[float] | None
 
 
 def check_width(name: str, width: object) -> None:
@@ -52,14 +54,28 @@ def widths_of_heads(name: str, request: Request, layer: int, groups: int, whole:
     return widths
 
 
-def check_budget(qk_rank: Request, v_head_dim: Request, mean_rank: object) -> None:
-    """Raise a `ValueError` for "auto" without a budget, and for a budget without "auto"."""
-    if "auto" in [request for request in (qk_rank, v_head_dim) if isinstance(request, str)]:
-        if isinstance(mean_rank, bool) or not isinstance(mean_rank, int | float) or not mean_rank >= 1:
+def budgets_of(
+    qk_rank: Request, v_head_dim: Request, mean_rank: Budget
+) -> tuple[float | None, float | None, float | None]:
+    """The mean width of queries and keys, that of values, and that of both together, where "auto" asks for one.
+
+    >>> budgets_of("auto", 8, 4), budgets_of("auto", "auto", 4), budgets_of("auto", "auto", (4, 6))
+    ((4, None, None), (None, None, 4), (4, 6, None))
+    """
+    auto = [isinstance(request, str) and request == "auto" for request in (qk_rank, v_head_dim)]
+    if not any(auto):
+        if mean_rank is not None:
             raise ValueError(
-                f"'auto' spreads `mean_rank`, the mean width of all key heads, over them: give a number of at least 1, got {mean_rank!r}."
+                f"`mean_rank` is spread where a width is 'auto', got qk_rank={qk_rank!r} and v_head_dim={v_head_dim!r}."
             )
-    elif mean_rank is not None:
-        raise ValueError(
-            f"`mean_rank` is spread where a width is 'auto', got qk_rank={qk_rank!r} and v_head_dim={v_head_dim!r}."
-        )
+        return None, None, None
+    means = list(mean_rank) if isinstance(mean_rank, Sequence) and all(auto) and len(mean_rank) == 2 else [mean_rank]
+    for mean in means:
+        if isinstance(mean, bool) or not isinstance(mean, int | float) or not mean >= 1:
+            raise ValueError(
+                "'auto' spreads `mean_rank`, the mean width of all key heads, over them: give a number of at least 1 (two where both "
+                f"widths are 'auto' and each has a budget of its own), got {mean_rank!r}."
+            )
+    if len(means) == 2:
+        return means[0], means[1], None
+    return (None, None, means[0]) if all(auto) else (means[0] if auto[0] else None, means[0] if auto[1] else None, None)
