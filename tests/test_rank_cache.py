@@ -265,9 +265,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="not limited any more.*attach"), torch.no_grad():
             model(tokens, past_key_values=cache)
         with limit_rank(model, 3, 6, calibration=batch), torch.no_grad():
-            with pytest.raises(
-                ValueError, match=r"widths \(\(2, 4\), \(2, 6\)\) in layer 0.*make a cache for each limit"
-            ):
+            with pytest.raises(ValueError, match="another limit in layer 0.*make a cache for each limit"):
                 model(tokens, past_key_values=cache)
 
     def test_layers_that_are_no_plain_keys_and_values(self):

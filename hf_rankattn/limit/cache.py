@@ -72,6 +72,7 @@ class RankCache(Cache):
         if not offloading:  # a layer that moves between devices is copied anyway
             layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         super().__init__(layers=layers, offloading=offloading)
+        self.versions: dict[int, tuple[int, ...]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -89,14 +90,13 @@ class RankCache(Cache):
             limit.packed(limit.keys(key_states), limit.key_ranks),
             limit.packed(limit.values(value_states), limit.value_widths),
         )
-        held: Any = self.layers[layer_idx]
-        if held.is_initialized and held.keys.ndim == 4:
-            widths = tuple((states.shape[1], states.shape[-1]) for states in new)
-            if widths != (found := tuple((states.shape[1], states.shape[-1]) for states in (held.keys, held.values))):
-                raise ValueError(
-                    f"the cache holds keys and values of the heads and widths {found} in layer {layer_idx}, and the limit of the model "
-                    f"gives {widths}: make a cache for each limit."
-                )
+        version = limit.version()
+        if self.get_seq_length(layer_idx) and self.versions.get(layer_idx, version) != version:
+            raise ValueError(
+                f"the cache holds keys and values of another limit in layer {layer_idx}, or of this one before its projections were "
+                "trained: make a cache for each limit."
+            )
+        self.versions[layer_idx] = version
         keys, values = super().update(*new, layer_idx, *args, **kwargs)
         limit.given = keys
         return keys, values
@@ -157,6 +157,12 @@ class GrowingLayer(DynamicLayer):
         assert room is not None
         room[:, :, before:length] = new
         return room[:, :, :length]
+
+    def __copy__(self) -> "GrowingLayer":
+        """A layer with room of its own: both would write behind the same tokens."""
+        found = type(self).__new__(type(self))
+        found.__dict__.update(self.__dict__, room=[None, None])
+        return found
 
     def reset(self) -> None:
         super().reset()

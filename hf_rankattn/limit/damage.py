@@ -17,7 +17,7 @@ from .fitting import EVEN, Seen, moments_of_logits
 from .heads import HeadLimits, Widths
 
 
-# values are cut at these parts of their width; for queries and keys all ranks come at once
+# values are cut at these parts of their width and at powers of two below; for queries and keys all ranks come at once
 PARTS = 8
 PIECE = 4
 
@@ -45,8 +45,9 @@ class KeyHead:
         pooled = root_of_rows(roots.mT.flatten(0, 1))[None], root_of_rows(rows)[None]
         basis = best_factors(*pooled, eye, v).query[0]
         self.ways: dict[int, torch.Tensor] = {}
-        for part in range(1, PARTS):
-            narrow = max(v * part // PARTS, 1)
+        self.width = v
+        small = (2**power for power in range(v.bit_length()) if 2**power < v // PARTS)
+        for narrow in sorted({1, *small, *(max(v * part // PARTS, 1) for part in range(1, PARTS))} - {v}):
             kept = torch.linalg.qr(basis[:, :narrow]).Q
             back = torch.linalg.lstsq((roots.mT @ kept).cpu(), roots.mT.cpu(), driver="gelsd").solution
             self.ways[narrow] = (kept @ back.to(kept)).float()
@@ -69,7 +70,9 @@ class KeyHead:
 
     def curves(self) -> tuple[np.ndarray, np.ndarray]:
         lost = dict(enumerate(self.lost_keys[:-1].tolist(), start=1))
-        values = next(iter(self.ways.values())).shape[-1]
+        if not np.isfinite([*lost.values(), *self.lost_values.values()]).all():
+            raise ValueError("the slopes of the loss hold NaN or Inf on the calibration: run the model in float32.")
+        values = self.width
         return damage_curve(lost, len(self.lost_keys)), damage_curve(self.lost_values, values)
 
 
@@ -133,7 +136,12 @@ def random_loss(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], real,
     output = model(**batch, return_dict=True)
     scores = output.get("logits")
     if scores is None:
-        scores = output.last_hidden_state
+        scores = output.get("last_hidden_state")
+    if scores is None:
+        raise ValueError(
+            f"{type(model).__name__} returns neither logits nor last hidden states, by which 'auto' judges widths: give the model below "
+            "its head, or widths."
+        )
     if real is not None and scores.ndim == 3 and scores.shape[:2] == real.shape:
         scores = scores[real.bool()]
     scores = scores.float()

@@ -35,6 +35,7 @@ class Seen:
     bias: torch.Tensor
     real: torch.Tensor
     softcap: float | None = None
+    sinks: torch.Tensor | None = None  # one logit for each head, of a key without a value
 
     @classmethod
     def of_call(
@@ -72,7 +73,12 @@ class Seen:
             )
         states = (query.float(), key.float(), value.float())
         return cls(
-            *states, scaling, bias_of(module, mask, n, query.device, options), real.bool(), options.get("softcap")
+            *states,
+            scaling,
+            bias_of(module, mask, n, query.device, options),
+            real.bool(),
+            options.get("softcap"),
+            None if options.get("s_aux") is None else options["s_aux"].float(),
         )
 
     @property
@@ -99,7 +105,10 @@ class Seen:
         if self.softcap:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         logits = logits + self.bias_of(text, group)
-        return logits.softmax(-1).nan_to_num() * self.real[text][:, None]
+        if self.sinks is not None:
+            sinks = self.sinks[self.heads_of(group)].view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sinks], dim=-1)
+        return logits.softmax(-1).nan_to_num()[..., : key.shape[-2]] * self.real[text][:, None]
 
     def weights(self, text: int, group: int, even: float) -> torch.Tensor:
         """The maps, mixed with equal weights over the keys that each row sees."""
@@ -172,9 +181,13 @@ def fit_keys(
     query_root, key_root = (root_of_moment(with_prior(moment.to(eye)[None], eye)) for moment in moments)
     best = best_factors(query_root, key_root, eye, rank)
     query, key = best.query[0].float(), best.key[0].float()
+    queries = query.expand(seen.shared, -1, -1)
     if objective == "attention":
-        return descend(seen, group, query, key, [query_root[0], key_root[0]], seed)
-    return query.expand(seen.shared, -1, -1), key
+        queries, key = descend(seen, group, query, key, [query_root[0], key_root[0]], seed)
+    # an orthonormal basis of the same keys: a cache in half precision loses least
+    with one_thread(key):
+        basis, triangle = torch.linalg.qr(key.double())
+    return (queries.double() @ triangle.mT).float(), basis.float()
 
 
 def descend(

@@ -65,6 +65,10 @@ class HeadLimits(nn.Module):
         groups, qk, value = self.widths.groups, self.widths.qk, self.widths.value
         return HeadLimits(self.widths, [qk] * groups, [value] * groups)
 
+    def version(self) -> tuple[int, ...]:
+        """Changes with the projections and with their values, which training changes in place."""
+        return (id(self), *(weight._version for weight in self.parameters()))
+
     @property
     def trainable(self) -> bool:
         return any(weight.requires_grad for weight in self.parameters())
@@ -78,7 +82,7 @@ class HeadLimits(nn.Module):
 
     def taken(self, module: nn.Module, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values within the limits; keys and values of a `RankCache` are as it stores them."""
-        if module.training and torch.is_grad_enabled() and not self.trainable:
+        if not self.whole and module.training and torch.is_grad_enabled() and not self.trainable:
             raise ValueError(
                 "the model is in training mode within a rank limit, whose projections are not trained: call model.eval(), train "
                 "the projections alone with limit.distil(...), or call limit.requires_grad_(True)."

@@ -211,8 +211,7 @@ def limit_rank(
 
         fittings = [Fitting(place, fit, real, applied) for place in range(len(numbers))]
         run_within(model, fittings, batch, tower)
-    tokens = int(real.sum()) if real is not None else next(iter(batch.values())).shape[:2].numel()
-    facts = {"objective": objective, "calibration_tokens": tokens, "seed": seed}
+    facts = {"objective": objective, "calibration_tokens": fittings[0].tokens, "seed": seed}
     limit = RankLimit(model, [fitting.limit for fitting in fittings], tower, facts)
     return limit.attach() if applied else limit
 
@@ -237,6 +236,15 @@ def chosen_widths(
     slopings = [Sloping(one.limit, one.key_heads) for one in factorings if one.limit is not None]
     with entered(model, slopings, tower):
         add_slopes(model, slopings, batch, seed)
+    widest = [
+        [limit.widths.qk, limit.widths.value] for limit in (one.limit for one in factorings) if limit is not None
+    ]
+    keys, values = (max(found) for found in zip(*widest, strict=True))
+    for budget, most in zip(budgets, (keys, values, max(keys, values)), strict=True):
+        if budget is not None and budget > most:
+            raise ValueError(
+                f"`mean_rank` is {budget}, and the heads have the width {most}: a limit must be at most that."
+            )
     return widths_by_damage(layers, budgets)
 
 
@@ -347,7 +355,9 @@ class Fitting:
             raise ValueError(
                 f"{type(module).__name__} calls its attention more than once for one layer: its rank cannot be limited."
             )
-        self.limit = self.fit(self.place, Seen.of_call(module, query, key, value, mask, scaling, options, self.real))
+        seen = Seen.of_call(module, query, key, value, mask, scaling, options, self.real)
+        self.tokens = int(seen.real.sum())
+        self.limit = self.fit(self.place, seen)
         return self.limit if self.applied else self.limit.unlimited()
 
 
@@ -425,6 +435,14 @@ def merged(model: PreTrainedModel, calibration: Inputs) -> dict[str, torch.Tenso
         and len({batch["input_ids"].shape[1] for batch in batches}) > 1
     ):
         batches = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in batches]
+    if "decoder_input_ids" in names and "decoder_attention_mask" not in names:
+        batches = [
+            {**batch, "decoder_attention_mask": torch.ones_like(batch["decoder_input_ids"])} for batch in batches
+        ]
+    if "position_ids" in names:
+        raise ValueError(
+            "the calibration batches run as one, and `position_ids` belong to one batch: leave them out, or give one batch."
+        )
     found = {}
     for name in batches[0]:
         tensors = [batch[name] for batch in batches]

@@ -1,6 +1,7 @@
 """How much rank a model needs: its quality within rank limits of several widths, over all layers and one layer at a time."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,8 @@ class Need:
         self.widths = widths_of(model, self.batch, tower)
         self.full = {"qk": max(own.qk for own in self.widths), "v": max(own.value for own in self.widths)}
         self.settings = {
-            "model": fingerprint(dict(model.state_dict())),
+            "model": fingerprint(dict(model.state_dict()), dict(model.named_buffers())),
+            "config": fingerprint_of_config(model),
             "held_out": fingerprint(*held),
             "calibration": fingerprint(self.batch),
             **{
@@ -392,6 +394,17 @@ def first_examples(batches: Sequence[Mapping[str, torch.Tensor]], count: int) ->
             found.append({name: value[:count] if len(value) == size else value for name, value in batch.items()})
         count -= size
     return found
+
+
+def fingerprint_of_config(model: PreTrainedModel) -> str:
+    """A hash of what the config says about the computation, and of the attention implementation."""
+    fields = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    text = json.dumps([fields, model.config._attn_implementation], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint(*batches: Mapping[str, torch.Tensor]) -> str:

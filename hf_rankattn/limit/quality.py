@@ -37,10 +37,12 @@ class NextTokenPerplexity(Quality, NextToken):
 
     def scored(self, output, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits (tokens, vocabulary) of the tokens that have a label, and these labels."""
-        ids = batch.get("truth", batch["input_ids"])
-        if "truth" not in batch and "attention_mask" in batch:
-            ids = ids.masked_fill(batch["attention_mask"] == 0, NO_LABEL)
-        return labelled(output.logits[:, :-1], ids[:, 1:])
+        ids = batch.get("truth", batch["input_ids"])[:, 1:]
+        if "attention_mask" in batch:
+            real = batch["attention_mask"].bool()
+            # with padding on the left, the row of a padding token does not judge the first token of the text
+            ids = ids.masked_fill(~(real[:, 1:] & real[:, :-1]), NO_LABEL)
+        return labelled(output.logits[:, :-1], ids)
 
     def read(self, output, batch):
         logits, labels = self.scored(output, batch)

@@ -1,8 +1,9 @@
 """The ranks that a limit is asked for, and those that one budget gives to layers and key heads."""
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 
 # one width, one for each layer with attention, or for each of its key heads; "auto" spreads `mean_rank`
@@ -43,7 +44,7 @@ def widths_of_heads(name: str, request: Request, layer: int, groups: int, whole:
     """
     if request is None:
         return [whole] * groups
-    entry = request if isinstance(request, int) else request[layer]
+    entry = request if isinstance(request, Integral) else request[layer]  # type: ignore[index]
     widths = [int(width) for width in entry] if isinstance(entry, Sequence) else [int(entry)] * groups  # type: ignore[call-overload]
     if len(widths) != groups:
         raise ValueError(f"`{name}` has {len(widths)} widths for layer {layer}, which has {groups} key heads.")
@@ -69,13 +70,17 @@ def budgets_of(
                 f"`mean_rank` is spread where a width is 'auto', got qk_rank={qk_rank!r} and v_head_dim={v_head_dim!r}."
             )
         return None, None, None
-    means = list(mean_rank) if isinstance(mean_rank, Sequence) and all(auto) and len(mean_rank) == 2 else [mean_rank]
+    means: list[Any] = (
+        list(mean_rank) if isinstance(mean_rank, Sequence) and all(auto) and len(mean_rank) == 2 else [mean_rank]
+    )
     for mean in means:
-        if isinstance(mean, bool) or not isinstance(mean, int | float) or not mean >= 1:
+        if isinstance(mean, bool) or not isinstance(mean, int | float) or not 1 <= mean < math.inf:
             raise ValueError(
                 "'auto' spreads `mean_rank`, the mean width of all key heads, over them: give a number of at least 1 (two where both "
                 f"widths are 'auto' and each has a budget of its own), got {mean_rank!r}."
             )
     if len(means) == 2:
         return means[0], means[1], None
-    return (None, None, means[0]) if all(auto) else (means[0] if auto[0] else None, means[0] if auto[1] else None, None)
+    return (
+        (None, None, means[0]) if all(auto) else (means[0] if auto[0] else None, means[0] if auto[1] else None, None)
+    )

@@ -133,6 +133,10 @@ def check(head: HeadLimits, number: int) -> None:
             )
         if weight is not None and tuple(weight.shape) != shape:
             raise ValueError(f"the {name} of layer {number} is {tuple(weight.shape)}, and its widths need {shape}.")
+        ranks = head.key_ranks if name in ("query", "key") else head.value_widths
+        if weight is not None and name in ("key", "value"):
+            if any(bool(own[:, rank:].any()) for own, rank in zip(weight, ranks, strict=True)):
+                raise ValueError(f"the {name} of layer {number} is not zero behind the ranks {ranks}.")
         if weight is not None and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"the {name} of layer {number} holds NaN or Inf.")
 

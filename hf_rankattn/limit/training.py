@@ -38,18 +38,26 @@ def loss_between(ours: torch.Tensor, theirs: torch.Tensor, logits: bool, real: t
     return kl_div(ours, theirs, log_target=True, reduction="batchmean")
 
 
+@torch.inference_mode(False)
 def distil(
     limit: Any,
     batches: Inputs,
     steps: int,
-    learning_rate: float = 1e-3,
-    seed: int = 0,
-    progress: Callable[[int, float], Any] = lambda step, loss: None,
+    learning_rate: float,
+    seed: int,
+    progress: Callable[[int, float], Any],
 ) -> None:
     """Train the projections of `limit` for `steps` batches, in place; the weights of the model do not change."""
     model, weights = limit.model, list(limit.parameters())
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
+    if not weights:
+        raise ValueError("every layer keeps its full width, so there is nothing to train.")
+    if limit.tower is not None or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} has several lists of layers, and a limit of one of them is not trained: limit the part of the model that "
+            "runs alone, such as its text model."
+        )
     if limit.attached is None:
         raise ValueError("the limit was removed from its model: call attach() before the projections are trained.")
     if any(weight.dtype.itemsize < 4 for weight in weights):
@@ -64,6 +72,7 @@ def distil(
         optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
     )
     stream = endless(model, batches, seed)
+    before = [weight.detach().clone() for weight in weights]
     with evaluating(model):
         try:
             for weight in frozen:
@@ -91,6 +100,11 @@ def distil(
                 optimizer.step()
                 schedule.step()
                 progress(step + 1, float(loss))
+        except BaseException:  # nothing half-trained is left
+            with torch.no_grad():
+                for weight, old in zip(weights, before, strict=True):
+                    weight.copy_(old)
+            raise
         finally:
             for weight, flag in frozen.items():
                 weight.requires_grad_(flag)
