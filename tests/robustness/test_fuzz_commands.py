@@ -147,8 +147,9 @@ def attempt(command: str, arguments: list[str], work: Path, inputs: Path, capsys
         assert "Traceback" not in ended.err
         assert not [name for name in left if name.startswith(".")], "a temporary folder is left"
         if command == "convert" and "Usage:" not in ended.out:
-            weights = [path for path in work.rglob("model.safetensors") if inputs not in path.resolve().parents]
-            (folder,) = (path.parent for path in weights)
+            # a streamed conversion writes several files
+            weights = [path for path in work.rglob("model*.safetensors") if inputs not in path.resolve().parents]
+            (folder,) = {path.parent for path in weights}
             AutoModel.from_pretrained(folder)
         return "ran"
     refused_in_one_line(ended)
