@@ -7,8 +7,9 @@ from testing_common import shaken
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_rankattn import limit_rank
-from hf_rankattn.limit.damage import Factoring, Sloping, add_slopes
-from hf_rankattn.limit.limiting import entered, run_within
+from hf_rankattn.limit.attaching import entered
+from hf_rankattn.limit.damage import Sloping, add_slopes
+from hf_rankattn.limit.limiting import slopings_of
 
 
 SIZES = {
@@ -74,9 +75,7 @@ def test_a_budget_loses_less_than_equal_widths_and_spends_no_more(make, equal, a
 def test_the_damage_of_queries_and_keys_is_that_of_the_slopes():
     """Row by row: the change of the loss to first order is the slope of a query times the part of its projection that is lost."""
     model = decoder()
-    heads = [Factoring(place, None, lambda place, widths: None) for place in range(3)]
     batch = {"input_ids": IDS[:2]}
-    run_within(model, heads, batch, None)
     seen = []
 
     class Recorded(Sloping):
@@ -87,7 +86,7 @@ def test_the_damage_of_queries_and_keys_is_that_of_the_slopes():
                 self.head.add_keys = lambda query, slope: (seen.append((before, query, slope)), kept(query, slope))
             return super().listening(states, by_head, add)
 
-    slopings = [Recorded(factoring.limit, factoring.key_heads[:1]) for factoring in heads]
+    slopings = [Recorded(one.widths, one.key_heads[:1]) for one in slopings_of(model, batch, None)]
     with entered(model, slopings):
         add_slopes(model, slopings, batch, seed=0)
     for sloping, (_, query, slope) in zip(slopings, reversed(seen), strict=True):

@@ -9,9 +9,10 @@ from test_limit_budget import BATCH, IDS, decoder
 from transformers import BertConfig, BertForQuestionAnswering, GptOssConfig, GptOssModel, LlamaConfig, LlamaForCausalLM
 
 from hf_rankattn import RankCache, limit_rank, measure_need
-from hf_rankattn.limit.damage import Factoring, Sloping, add_slopes
+from hf_rankattn.limit.attaching import entered
+from hf_rankattn.limit.damage import add_slopes
 from hf_rankattn.limit.fitting import Seen
-from hf_rankattn.limit.limiting import entered, run_within
+from hf_rankattn.limit.limiting import slopings_of
 from hf_rankattn.limit.quality import NextTokenPerplexity
 
 
@@ -87,12 +88,10 @@ class TestFits:
         torch.manual_seed(0)
         sizes = {"hidden_size": 128, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50)).eval()
-        heads = [Factoring(place, None, lambda place, widths: None) for place in range(2)]
-        run_within(model, heads, {"input_ids": IDS}, None)
-        slopings = [Sloping(factoring.limit, factoring.key_heads) for factoring in heads]
+        slopings = slopings_of(model, {"input_ids": IDS}, None)
         with entered(model, slopings):
             add_slopes(model, slopings, {"input_ids": IDS}, seed=0)
-        curves = [head.curves()[1] for factoring in heads for head in factoring.key_heads]
+        curves = [head.curves()[1] for one in slopings for head in one.key_heads]
         assert all(len(curve) == 64 and np.isfinite(curve).all() for curve in curves)
         with limit_rank(model, v_head_dim="auto", mean_rank=4, calibration={"input_ids": IDS}) as limit:
             assert sum(width for head in limit.heads for width in head.value_widths) == 4 * 4
@@ -161,5 +160,5 @@ class TestNeed:
         batch = {"input_ids": IDS}
         measure_need(model, batch, calibration=batch, widths=[4], folder=tmp_path / "need")
         model.config.rms_norm_eps = 1e-2
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="other settings .config"):
             measure_need(model, batch, calibration=batch, widths=[4], folder=tmp_path / "need")

@@ -9,8 +9,10 @@ import torch
 from testing_common import ALBERT, BERT, FAMILIES, XLNET, small_bert, tiny_inputs
 from testing_folders import checkpoint_folder
 from transformers import AutoModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
+from typer.testing import CliRunner
 
 from hf_rankattn import limit_rank
+from rankattn_cli import main as cli
 
 
 # families whose layers have weights of their own and transformers' attention interface
@@ -72,8 +74,10 @@ def test_the_command_writes_a_checkpoint(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model_class"].startswith("RankBert")
     assert torch.allclose(states(AutoModel.from_pretrained(tmp_path / "narrow").eval(), batch), limited, atol=1e-5)
-    refused = subprocess.run([*command, "--overwrite", "--qk-rank", "2"], cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode == 2 and "--limit" in refused.stderr
+
+    for option in (("--qk-rank", "2"), ("--distil-steps", "5"), ("--ranks", "damage"), ("--objective", "logits")):
+        result = CliRunner().invoke(cli.app, ["convert", "model", "--limit", "limit", "--out", "new", *option])
+        assert isinstance(result.exception, ValueError) and "--limit" in str(result.exception)
 
 
 def test_a_limit_of_shared_layers_is_refused():

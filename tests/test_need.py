@@ -306,7 +306,7 @@ def test_the_command_on_a_decoder(tmp_path, tokenizer, capsys):
     assert set(told["needed"]) == {"qk", "v"} and told["needed"]["qk"]["of"] == 8
     assert (
         told["facts"]["quality"] == "perplexity"
-        and told["facts"]["held_out"] == "3 texts of 48 tokens from the package's paragraphs"
+        and told["facts"]["held_out"] == "3 texts with 48 tokens together from the package's paragraphs"
     )
     table = pd.read_parquet(out / "table.parquet")
     assert set(table.metric) == {"quality", "perplexity", "divergence", "needed_width"} and set(table.layers) == {

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from .. import models
 from ..families.slots import entries_of, family_of_type
 from ..files.atomic import fresh_folder
 from ..files.batches import (
@@ -33,6 +32,7 @@ from ..files.checkpoints import (
     load_model,
     load_processor,
     load_tokenizer,
+    named_class,
     one_line,
     readable,
     refuse_adapter,
@@ -98,11 +98,9 @@ def load(name: str) -> PreTrainedModel:
     """The model with the class that its config names, or AutoModel. Only the weights of a pooler may be missing."""
     config = load_config(name)
     family_of_type(config.model_type, name)
-    named = str(config.architectures[0]) if config.architectures else ""
-    kinds: list[Any] = [getattr(module, named, None) for module in (models, transformers)]
-    kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)]
-    kind = next((kind for kind in kinds if kind.config_class is type(config)), AutoModel)
-    return load_model(name, config, kind, needed=lambda key: "pooler" not in key, say_unused=True)
+    return load_model(
+        name, config, named_class(config) or AutoModel, needed=lambda key: "pooler" not in key, say_unused=True
+    )
 
 
 def token_limit(model: PreTrainedModel, most: int = LONGEST_TEXT) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,6 +160,14 @@ def check_weights(name: str | Path, config, revision: str | None = None) -> str 
         if any(f".{key}".endswith(f".{weight}") for weight in weights):
             raise ValueError(f"{name} holds {key} as {dtype}: weights are floats, unless a model is quantised.")
     return revision
+
+
+def named_class(config: Any) -> type[PreTrainedModel] | None:
+    """The model class that a config names, if it stands beside the class of this config."""
+    family = sys.modules.get(type(config).__module__.rpartition(".")[0])
+    found = getattr(family, str(config.architectures[0]), None) if config.architectures else None
+    fits = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)
+    return found if fits else None
 
 
 def load_model(

@@ -192,7 +192,8 @@ def limits_of(model: PreTrainedModel) -> dict[int, Any]:
     }
     if not found:
         raise ValueError(
-            f"the {type(model).__name__} is not within a rank limit of layers that have numbers for a cache: make one with limit_rank first."
+            f"no layer of the {type(model).__name__} that uses a cache is limited: call limit_rank(model, ...) first, and make the cache while "
+            "the model is limited."
         )
     if shared := [module for module in found.values() if not isinstance(module.__dict__[LIMIT], HeadLimits)]:
         raise ValueError(

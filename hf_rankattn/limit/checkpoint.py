@@ -11,7 +11,6 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from .. import models
 from ..convert.checkpoint import JUDGED
 from ..convert.damage import (
     POOLINGS,
@@ -36,7 +35,7 @@ from ..files.batches import (
     random_batches,
     text_batches,
 )
-from ..files.checkpoints import NoTokenizer, gguf_options, load_config, load_model, load_tokenizer
+from ..files.checkpoints import NoTokenizer, gguf_options, load_config, load_model, load_tokenizer, named_class
 from ..files.companions import checkpoint_folder, pooling_of
 from ..files.texts import calibration_text, package_text, read_texts, without_overlap
 from ..probe.batches import take_tower
@@ -170,15 +169,11 @@ def load(
     """The model with its head where quality is read from the head, otherwise the model below it."""
     file: dict[str, Any] = dict(gguf_options(name, gguf))
     config = load_config(name, revision, **file)
-    named = str(config.architectures[0]) if config.architectures else ""
-    found: list[Any] = [getattr(module, named, None) for module in (models, transformers)]
-    kind: Any = next(
-        (entry for entry in found if isinstance(entry, type) and issubclass(entry, PreTrainedModel)), None
-    )
+    kind: Any = named_class(config)
     if kind is None and file and type(config) in AutoModelForCausalLM._model_mapping:
         kind = AutoModelForCausalLM  # files in GGUF hold language models, and do not name their class
     judged = kind is AutoModelForCausalLM or (
-        kind is not None and issubclass(task_of(named), NextToken | MaskedTokens | Classification)
+        kind is not None and issubclass(task_of(kind.__name__), NextToken | MaskedTokens | Classification)
     )
     if tower is not None or not judged or getattr(config, "is_encoder_decoder", False):
         return load_checkpoint(name, False, dtype, seed, revision, None, None, tower, gguf)
@@ -293,4 +288,4 @@ def count_of(batches: Sequence[Batch]) -> str:
     if "input_ids" not in batches[0]:
         return f"{examples} inputs"
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
-    return f"{examples} texts of {tokens:,} tokens"
+    return f"{examples} texts with {tokens:,} tokens together"

@@ -1,7 +1,6 @@
 """What narrower heads do to the output of a model, estimated for every key head and width from one backward pass."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,32 +75,11 @@ class KeyHead:
         return damage_curve(lost, len(self.lost_keys)), damage_curve(self.lost_values, values)
 
 
-class Factoring:
-    """Fits the key heads of one layer to the whole model, which it does not change."""
-
-    def __init__(self, place: int, real: torch.Tensor | None, output: Callable[[int, Widths], torch.Tensor | None]):
-        self.place, self.real, self.output = place, real, output
-        self.key_heads: list[KeyHead] = []
-        self.limit: HeadLimits | None = None
-
-    def see(
-        self, module: nn.Module, query, key, value, mask, scaling: float, options: Mapping[str, Any]
-    ) -> HeadLimits:
-        seen = Seen.of_call(module, query, key, value, mask, scaling, options, self.real)
-        widths = Widths(seen.query.shape[1], seen.groups, seen.query.shape[-1], seen.value.shape[-1])
-        rows = self.output(self.place, widths)
-        self.key_heads = [
-            KeyHead(seen, group, None if rows is None else rows[seen.heads_of(group)]) for group in range(seen.groups)
-        ]
-        self.limit = HeadLimits(widths, [widths.qk] * widths.groups, [widths.value] * widths.groups)
-        return self.limit
-
-
 class Sloping(HeadLimits):
     """Limits nothing, and sends the slopes of the loss with respect to queries and mixed values of one layer to its key heads."""
 
-    def __init__(self, limit: HeadLimits, key_heads: list[KeyHead]):
-        super().__init__(limit.widths, limit.key_ranks, limit.value_widths)
+    def __init__(self, widths: Widths, key_heads: list[KeyHead]):
+        super().__init__(widths, [widths.qk] * widths.groups, [widths.value] * widths.groups)
         self.key_heads = key_heads
         self.real: torch.Tensor | None = None
 

@@ -9,6 +9,7 @@ import torch
 from ..convert.factors import best_factors, root_of_moment, shared_factors, with_prior
 from ..families.projections import QueryKey
 from ..measure.threads import one_thread
+from .heads import Widths
 
 
 Objective = Literal["attention", "logits", "components", "weights"]
@@ -80,6 +81,10 @@ class Seen:
             options.get("softcap"),
             None if options.get("s_aux") is None else options["s_aux"].float(),
         )
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(self.query.shape[1], self.groups, self.query.shape[-1], self.value.shape[-1])
 
     @property
     def groups(self) -> int:

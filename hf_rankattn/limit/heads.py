@@ -60,10 +60,10 @@ class HeadLimits(nn.Module):
         groups, widths = (key.shape[1], value.shape[1]), (key.shape[-1], value.shape[-1])
         return groups == (self.widths.groups,) * 2 and widths == (self.widths.qk, self.widths.value)
 
-    def unlimited(self) -> "HeadLimits":
-        """The same module without projections."""
-        groups, qk, value = self.widths.groups, self.widths.qk, self.widths.value
-        return HeadLimits(self.widths, [qk] * groups, [value] * groups)
+    @staticmethod
+    def unlimited(widths: Widths) -> "HeadLimits":
+        """What keeps everything."""
+        return HeadLimits(widths, [widths.qk] * widths.groups, [widths.value] * widths.groups)
 
     def version(self) -> tuple[int, ...]:
         """Changes with the projections and with their values, which training changes in place."""

@@ -1,6 +1,5 @@
 """Any model with fewer query-key directions or narrower values, its weights untouched: `limit_rank`."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,20 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..families.architectures import attending_layers, attention_of, base_of, family_of, layers_of
+from ..families.architectures import attending_layers, base_of
 from ..families.structure import choosing_tower
-from ..files.running import Inputs, batches_of, evaluating
-from ..probe.batches import plain, real_tokens, run
-from ..probe.interface import LIMIT
+from ..files.running import Inputs, batches_of
+from ..probe.batches import plain, real_tokens
 from ..probe.read_weights import Layout, query_key, read_layouts
 from ..probe.read_weights import values as weights_of_values
 from ..probe.weights import present
 from . import sharing, training
-from .damage import Factoring, Sloping, add_slopes, widths_by_damage
+from .attaching import Fitting, entered, run_within
+from .damage import KeyHead, Sloping, add_slopes, widths_by_damage
 from .fitting import OBJECTIVES, Objective, Seen, fit_keys, fit_values
-from .heads import NAME, WHOLE, HeadLimits, Turns, Widths
+from .heads import HeadLimits, Widths
 from .permanent import permanent
 from .ranks import Budget, Request, budgets_of, check_request, widths_of_heads
 
@@ -225,44 +224,35 @@ def chosen_widths(
     seed: int,
 ) -> tuple[list[list[int]] | None, list[list[int]] | None]:
     """The widths that the budget gives to each key head where "auto" is asked for."""
-    numbers, layouts = attending_layers(model), layouts_of(model, batch, needed=False)
-
-    def output(place: int, widths: Widths) -> torch.Tensor | None:
-        return value_weights(place, layouts.get(numbers[place]), widths)[0]
-
-    factorings = [Factoring(place, real, output) for place in range(len(numbers))]
-    run_within(model, factorings, batch, tower)
-    layers = [factoring.key_heads for factoring in factorings]
-    slopings = [Sloping(one.limit, one.key_heads) for one in factorings if one.limit is not None]
-    with entered(model, slopings, tower):
-        add_slopes(model, slopings, batch, seed)
-    widest = [
-        [limit.widths.qk, limit.widths.value] for limit in (one.limit for one in factorings) if limit is not None
-    ]
-    keys, values = (max(found) for found in zip(*widest, strict=True))
+    slopings = slopings_of(model, batch, real, tower)
+    keys, values = max(one.widths.qk for one in slopings), max(one.widths.value for one in slopings)
     for budget, most in zip(budgets, (keys, values, max(keys, values)), strict=True):
         if budget is not None and budget > most:
             raise ValueError(
                 f"`mean_rank` is {budget}, and the heads have the width {most}: a limit must be at most that."
             )
-    return widths_by_damage(layers, budgets)
+    with entered(model, slopings, tower):
+        add_slopes(model, slopings, batch, seed)
+    return widths_by_damage([one.key_heads for one in slopings], budgets)
 
 
-def run_within(model: PreTrainedModel, limits: Sequence[Any], batch: Mapping[str, torch.Tensor], tower) -> None:
-    """One forward pass in which every layer is fitted and then limited."""
-    stack = entered(model, limits, tower)
-    try:
-        with evaluating(base_of(model)):
-            run(model, batch)
-    finally:
-        stack.close()
-    for fitting, number in zip(limits, attending_layers(model), strict=True):
-        if fitting.limit is None:
-            attention = attention_of(model, layers_of(model)[number])
-            raise ValueError(
-                f"layer {number} ({type(attention).__name__}) did not call transformers' attention interface on the calibration batch, so "
-                "its rank cannot be limited."
-            )
+def slopings_of(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], real: torch.Tensor | None, tower: str | None = None
+) -> list[Sloping]:
+    """The key heads of each layer, fitted to the whole model, ready for the slopes of a loss."""
+    numbers, layouts = attending_layers(model), layouts_of(model, batch, needed=False)
+    found: list[Sloping] = []
+
+    def factor(place: int, seen: Seen) -> HeadLimits:
+        rows = value_weights(place, layouts.get(numbers[place]), seen.widths)[0]
+        heads = [
+            KeyHead(seen, group, None if rows is None else rows[seen.heads_of(group)]) for group in range(seen.groups)
+        ]
+        found.append(Sloping(seen.widths, heads))
+        return HeadLimits.unlimited(seen.widths)
+
+    run_within(model, [Fitting(place, factor, real) for place in range(len(numbers))], batch, tower)
+    return found
 
 
 def fitted(
@@ -274,7 +264,7 @@ def fitted(
     seed: int,
 ) -> HeadLimits:
     """The projections of one layer, at the place that it has among the layers with attention."""
-    widths = Widths(seen.query.shape[1], seen.groups, seen.query.shape[-1], seen.value.shape[-1])
+    widths = seen.widths
     key_ranks = widths_of_heads("qk_rank", requests[0], place, widths.groups, widths.qk)
     value_widths = widths_of_heads("v_head_dim", requests[1], place, widths.groups, widths.value)
     keys = values = None
@@ -337,82 +327,6 @@ def value_weights(
             return None, None
     output = found.output.detach().float().unflatten(1, (widths.heads, -1)).transpose(0, 1)
     return output, found.value.detach().float().unflatten(0, (widths.groups, -1)).mT
-
-
-class Fitting:
-    """Stands in the place of a layer's limits during the calibration: it fits them when the layer calls its attention."""
-
-    def __init__(
-        self, place: int, fit: Callable[[int, Seen], HeadLimits], real: torch.Tensor | None, applied: bool = True
-    ):
-        self.place, self.fit, self.real, self.applied = place, fit, real, applied
-        self.limit: HeadLimits | None = None
-
-    def see(
-        self, module: nn.Module, query, key, value, mask, scaling: float, options: Mapping[str, Any]
-    ) -> HeadLimits:
-        if self.limit is not None:
-            raise ValueError(
-                f"{type(module).__name__} calls its attention more than once for one layer: its rank cannot be limited."
-            )
-        seen = Seen.of_call(module, query, key, value, mask, scaling, options, self.real)
-        self.tokens = int(seen.real.sum())
-        self.limit = self.fit(self.place, seen)
-        return self.limit if self.applied else self.limit.unlimited()
-
-
-def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = None) -> ExitStack:
-    """Lets the attention of each layer run within its limits until the stack is closed."""
-    if family_of(model).show_query_key is not None:  # XLNet, RankEncoder
-        raise ValueError(
-            f"{type(model).__name__} computes its attention itself, without transformers' attention interface: its rank cannot be limited. "
-            "Use convert_rank, or train it with another `qk_rank`."
-        )
-    with choosing_tower(tower):
-        base, layers, numbers = base_of(model), layers_of(model), attending_layers(model)
-        attentions = {number: attention_of(model, layers[number]) for number in numbers}
-    if len(numbers) != len(limits):
-        raise ValueError(f"the limit is for {len(limits)} layers with attention, and the model has {len(numbers)}.")
-    by_module: dict[nn.Module, list[Any]] = {}
-    for number, limit in zip(numbers, limits, strict=True):
-        by_module.setdefault(attentions[number], []).append(limit)
-    with ExitStack() as stack:
-        for attention, own in by_module.items():
-            limit = own[0] if len(own) == 1 else Turns(own)
-            if isinstance(limit, Turns):
-                stack.callback(base.register_forward_pre_hook(limit.first).remove)
-                stack.callback(attention.register_forward_pre_hook(limit.next).remove)
-            put(attention, limit, stack)
-        return stack.pop_all()
-
-
-def put(attention: nn.Module, limit: Any, stack: ExitStack) -> None:
-    """Give the modules of one attention a config of their own, which names the limited attention function."""
-    modules: list[Any] = [
-        module for module in attention.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
-    if not modules:
-        raise ValueError(
-            f"{type(attention).__name__} has no config, so it does not use transformers' attention interface: its rank cannot be limited."
-        )
-    for module in modules:
-        if LIMIT in module.__dict__:
-            raise ValueError(
-                "the model is within a rank limit already, and limits do not nest: call remove() on that one first."
-            )
-        whole = module.config
-        # a copy, so that masks and other modules still follow the config of the model
-        limited = copy.copy(whole)
-        limited._attn_implementation_internal = NAME
-        stack.callback(restore, module, whole)
-        module.__dict__[LIMIT], module.__dict__[WHOLE] = limit, whole
-        module.config = limited
-
-
-def restore(module: Any, whole: PreTrainedConfig) -> None:
-    module.config = whole
-    module.__dict__.pop(LIMIT, None)
-    module.__dict__.pop(WHOLE, None)
 
 
 def merged(model: PreTrainedModel, calibration: Inputs) -> dict[str, torch.Tensor]:

@@ -21,10 +21,11 @@ from ..families.structure import choosing_tower
 from ..files.batches import Batch
 from ..files.running import Inputs, batches_of
 from ..probe.batches import plain, real_tokens
+from .attaching import Fitting, run_within
 from .cells import Cells
 from .fitting import Seen
 from .heads import HeadLimits, Widths
-from .limiting import Fitting, RankLimit, limit_rank, merged, run_within
+from .limiting import RankLimit, limit_rank, merged
 from .quality import NextTokenPerplexity, quality_of, quality_of_layer
 
 
@@ -313,7 +314,9 @@ class Need:
                 if cell in found:
                     continue
                 every: list[Any] = list(limit.heads)
-                heads = [own if number == place else own.unlimited() for number, own in enumerate(every)]
+                heads = [
+                    own if number == place else HeadLimits.unlimited(own.widths) for number, own in enumerate(every)
+                ]
                 with RankLimit(self.model, heads, self.tower), self.outputs.replayed(int(cell.layers)):
                     values = self.few.of(self.answers["few"], self.few.answers(self.model))
                 found[cell] = cells.put(cell.key, values)
@@ -375,14 +378,16 @@ def bisections(grid: Sequence[int], full: int) -> int:
 def widths_of(model: PreTrainedModel, batch: Batch, tower: str | None) -> list[Widths]:
     """The widths of the heads of each layer with attention; a `ValueError` for a model that cannot be limited."""
 
+    found: list[Widths] = []
+
     def look(place: int, seen: Seen) -> HeadLimits:
-        widths = Widths(seen.query.shape[1], seen.groups, seen.query.shape[-1], seen.value.shape[-1])
-        return HeadLimits(widths, [widths.qk] * widths.groups, [widths.value] * widths.groups)
+        found.append(seen.widths)
+        return HeadLimits.unlimited(seen.widths)
 
     one = first_examples([batch], 1)[0]
     fittings = [Fitting(place, look, real_tokens(model, one)) for place in range(len(attending_layers(model)))]
     run_within(model, fittings, one, tower)
-    return [fitting.limit.widths for fitting in fittings if fitting.limit is not None]
+    return found
 
 
 def first_examples(batches: Sequence[Mapping[str, torch.Tensor]], count: int) -> list[Batch]:

@@ -98,7 +98,7 @@ def read(
             raise ValueError(f"{CONFIG} has the format {facts.get('format')}, and this version reads {FORMAT}.")
         if facts["model_type"] != model.config.model_type:
             raise ValueError(
-                f"it limits a model of type {facts['model_type']}, and the model is of type {model.config.model_type}."
+                f"this rank limit is for a model of type {facts['model_type']}, and the model is of type {model.config.model_type}."
             )
         with safe_open(weights, framework="pt") as tensors:
             found = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118

@@ -1,7 +1,7 @@
 """Drawings of a page, as numbers for the macros of `templates/drawings.html`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -28,17 +28,26 @@ def labelled(count: int) -> range:
     return range(0, count, max(1, math.ceil(count / MOST_LABELS)))
 
 
-def heat_map(values: pd.DataFrame, top: float, alt: str, caption: str, what: str) -> Picture:
-    """A map of `values` (layers x heads): the larger a value, up to `top`, the stronger the colour; `what` names a value."""
+def heat_map(
+    values: pd.DataFrame,
+    top: float,
+    alt: str,
+    caption: str,
+    title: Callable[[Any, Any, float], str],
+    *,
+    across: str = "head",
+    down: str = "layer",
+    shown_top: str | None = None,
+) -> Picture:
+    """A map of `values`: the larger a value, up to `top`, the stronger the colour. `title(row, column, value)` is shown on hover."""
     rows, columns = values.shape
     cell, height = min(48.0, max(8.0, 590 / columns)), min(22.0, max(8.0, 420 / rows))
     shares = 0.03 + 0.97 * (values / top).clip(0, 1).fillna(0).to_numpy()
-    cells = []
-    for row, (layer, line) in enumerate(values.iterrows()):
-        for column, (head, value) in enumerate(line.items()):
-            shown = "not measured" if pd.isna(value) else f"{value:.1f}"
-            title = f"layer {layer}, head {head}: {what} {shown}"
-            cells.append((LEFT + column * cell, ABOVE + row * height, shares[row, column], title))
+    cells = [
+        (LEFT + column * cell, ABOVE + row * height, shares[row, column], title(name, entry, value))
+        for row, (name, line) in enumerate(values.iterrows())
+        for column, (entry, value) in enumerate(line.items())
+    ]
     right = LEFT + columns * cell
     return draw(
         "heat_map",
@@ -51,10 +60,10 @@ def heat_map(values: pd.DataFrame, top: float, alt: str, caption: str, what: str
         bottom=ABOVE + rows * height,
         rows=[(ABOVE + (row + 0.5) * height + 4, values.index[row]) for row in labelled(rows)],
         columns=[(LEFT + (column + 0.5) * cell, values.columns[column]) for column in labelled(columns)],
-        top=f"{top:.0f}",
+        top=shown_top or f"{top:.0f}",
         width=max(WIDTH, right + 16),
-        across="head",
-        down="layer",
+        across=across,
+        down=down,
     )
 
 

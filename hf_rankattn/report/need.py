@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..files.atomic import staged
-from .drawings import ABOVE, LEFT, WIDTH, draw, labelled
+from .drawings import ABOVE, LEFT, WIDTH, draw, heat_map, labelled
 from .html import Grid, Picture, Section, render_page
 from .plots import STYLES, literal, new_figure
 
@@ -185,34 +185,15 @@ def curve_picture(need: Need, kind: str) -> Picture:
 def map_picture(need: Need, kind: str) -> Picture:
     """The loss with one layer limited, by layer and width: the stronger the colour, the more the model needs this layer's rank."""
     values, top = need.map(kind), need.largest_loss(kind)
-    columns, cell, height = len(values.columns), min(48.0, max(8.0, 590 / len(values.columns))), 22.0
-    cells = []
-    for row, (width, line) in enumerate(values.iterrows()):
-        for column, (layer, value) in enumerate(line.items()):
-            share = 0.03 + 0.97 * min(max(1 - value, 0) / top, 1) if not pd.isna(value) else 0.03
-            title = f"layer {layer}, {width} of {need.full[kind]} {DIRECTIONS[kind]}: quality {value:.4f}"
-            cells.append((LEFT + column * cell, ABOVE + row * height, share, title))
     caption = (
         f"{PLACES[kind]}: loss of quality (1 - quality) with one layer limited and the others whole, by layer and by {DIRECTIONS[kind]} "
         f"that it keeps. The strongest colour is a loss of {percent(top)}. Rest the pointer on a cell to see its quality."
     )
-    right = LEFT + columns * cell
-    return draw(
-        "heat_map",
-        caption,
-        caption,
-        cells=cells,
-        cell=cell,
-        height=height,
-        middle=(LEFT + right) / 2,
-        bottom=ABOVE + len(values) * height,
-        rows=[(ABOVE + (row + 0.5) * height + 4, width) for row, width in enumerate(values.index)],
-        columns=[(LEFT + (column + 0.5) * cell, values.columns[column]) for column in labelled(columns)],
-        top=percent(top),
-        width=max(WIDTH, right + 16),
-        across="layer",
-        down="width",
-    )
+
+    def title(width: int, layer: int, loss: float) -> str:
+        return f"layer {layer}, {width} of {need.full[kind]} {DIRECTIONS[kind]}: quality {1 - loss:.4f}"
+
+    return heat_map(1 - values, top, caption, caption, title, across="layer", down="width", shown_top=percent(top))
 
 
 def pictures(need: Need) -> list[Picture]:

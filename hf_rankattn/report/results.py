@@ -222,7 +222,11 @@ def opening_section(table: pd.DataFrame, facts: dict[str, Any]) -> Section:
             f"{word.capitalize()} of each attention map, mean over the examples; the most is {tokens:.0f}, the number of "
             "tokens. Rest the pointer on a cell to see its value."
         )
-        pictures.append(heat_map(values, tokens, f"{caption} {said}", caption, word))
+
+        def title(layer: int, head: int, value: float, word: str = word) -> str:
+            return f"layer {layer}, head {head}: {word} " + ("not measured" if pd.isna(value) else f"{value:.1f}")
+
+        pictures.append(heat_map(values, tokens, f"{caption} {said}", caption, title))
     return Section(facts["title"], sentences, (), pictures)
 
 

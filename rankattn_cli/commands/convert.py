@@ -91,14 +91,10 @@ def convert(
             "--stream, --remote-code, --base-model, --dataset and its columns out."
         )
     if limit is not None:
-        if (
-            curve
-            or dataset is not None
-            or calibration is not None
-            or any(option not in (None, False) for option in chosen)
-        ):
+        fits = (curve, calibration, objective, distil_steps or None, distil_text, label_column, ranks != "spectra")
+        if any(option not in (None, False) for option in (*chosen, *fits)):
             raise ValueError(
-                "--limit puts a fitted limit into the weights: leave everything but --out and --overwrite out."
+                "--limit puts a fitted limit into the weights: leave every option but --out, --overwrite and --json out."
             )
         if out is None:
             raise ValueError("give --out, the folder to write to.")
