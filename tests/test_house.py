@@ -28,7 +28,7 @@ def other_packages(path: Path) -> set[str]:
 def test_what_is_imported_is_declared():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["slurm"], *extras["experiments"]]
+    declared = [*project["dependencies"], *extras["slurm"], *extras["experiments"], *extras["space"]]
     # an example for users of that library, which the tests run
     declared += [line for line in extras["test"] if line.startswith("sentence-transformers")]
     names = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in declared}
