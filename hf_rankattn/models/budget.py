@@ -65,7 +65,7 @@ def equal_budget_grid(budget: int, hidden_size: int, ranks: Sequence[int] | None
         ranks = [rank for rank in powers if budget % (rank * hidden_size) == 0]
         if not ranks:
             raise ValueError(
-                f"no power of two gives whole heads: budget={budget} has to be a multiple of hidden_size={hidden_size}."
+                f"no power of two gives a whole number of heads: budget={budget} must be a multiple of hidden_size={hidden_size}."
             )
     if not len(ranks):
         raise ValueError("`ranks` is empty: leave it out for all powers of two that fit.")

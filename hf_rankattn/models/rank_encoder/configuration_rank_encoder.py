@@ -146,7 +146,7 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         token_width = self.hidden_size - self.position_dim
         if self.input_dim is not None and self.input_map == "none" and token_width != self.input_dim:
             raise ValueError(
-                f"points of width {self.input_dim} do not fill the stream: hidden_size={self.hidden_size} less "
+                f"points of width {self.input_dim} do not fit the residual stream: hidden_size={self.hidden_size} less "
                 f"position_dim={self.position_dim} is {token_width}. Change a width, or set input_map='linear'."
             )
         if self.input_map == "none" and self.output_dim is not None and self.output_dim > self.hidden_size:
