@@ -18,10 +18,10 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(model: PreTrainedModel | PreTrainedConfig) -> ParameterCounts:
-    """Count parameters as the papers do, and as they are.
+    """Count parameters in the convention of the papers, and all trainable parameters.
 
     `published` is `qk_rank * hidden_size * num_attention_heads` for each layer: one of the four projections, without
-    biases. `query_key` is what the queries and keys of the layer hold in weights, cross-attention included: twice that
+    biases. `query_key` is what the queries and keys of the layer have as weights, also those of cross-attention: twice that
     for each attention. `live` is every
     trainable number of the model, shared ones counted once. A configuration is counted without building its weights.
 

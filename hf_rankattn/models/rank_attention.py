@@ -43,7 +43,7 @@ Args:
     qk_scale (`float`, *optional*, defaults to `qk_rank ** -0.5`):
         Factor on the logits.
 
-With all four left alone, the model is stock {family} to the last bit, under the stock parameter names.
+If none of the four is given, the model equals stock {family} to the last bit, under the stock parameter names.
 """
 
 

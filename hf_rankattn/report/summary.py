@@ -168,7 +168,8 @@ def states_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Finding]
         layers = ", ".join(map(str, missing))
         counts = {"without_attention": missing, "count": len(missing), "layers": facts["layers"]}
         answer = f"{len(missing)} of {facts['layers']}: {layers}"
-        asked, compare = "Which layers have no softmax attention?", "they do not change in the variant with attention alone"
+        asked = "Which layers have no softmax attention?"
+        compare = "they do not change in the variant with attention alone"
         findings.append(Finding("layers/without_attention", asked, answer, compare, counts))
     return findings
 
