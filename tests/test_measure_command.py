@@ -172,7 +172,7 @@ def test_advice_for_a_model_of_one_width_names_both_widths():
     for model_type in ("vit", "t5"):
         why = why_no_cut({"model_type": model_type, "random_init": False}, [])
         assert "one width for queries, keys and values" in why and "--qk-rank N --v-head-dim N" in why
-    assert "cannot be converted yet" in why_no_cut({"model_type": "llama", "random_init": False}, [])
+    assert "cannot be cut" in why_no_cut({"model_type": "llama", "random_init": False}, [])
 
 
 @pytest.mark.usefixtures("no_figures")

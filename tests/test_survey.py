@@ -205,7 +205,7 @@ class TestRefusals:
             (["--length", 1000], "more than the 512 positions"),
             (["--random-inputs", "--length", 1000], "more than the 512 positions"),
             (["--variants", "sam"], "unknown variants ['sam']"),
-            (["--processes", 2], "2 processes were promised and 1 are running"),
+            (["--processes", 2], "2 processes are expected and 1 are running"),
             (["--out", empty / "x"], "cannot be made"),
         ):
             assert message in refused(checkpoint, "--out", tmp_path / "x", *options)

@@ -41,7 +41,7 @@ class Part:
             if not tensor.is_floating_point():
                 raise ValueError(f"{name} of {where} is {tensor.dtype}: convert the model before it is quantised.")
             if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{name} of {where} holds NaN or Inf: no factors can be made of it.")
+                raise ValueError(f"{name} of {where} holds NaN or Inf, so it has no factors. Check the weights.")
         self.tensors = heads.read(stored, num_heads)
         self.old = Widths(heads.rank_of(self.tensors, num_heads), heads.width_of(self.tensors, num_heads))
         self.parameters = sum(tensor.numel() for tensor in stored.values())

@@ -55,7 +55,7 @@ class Stored:
             stream.seek(self.begin)
             found = stream.readinto(data)
         if found < self.size:
-            raise ValueError(f"{self.file} ends before {self.name} does: it was cut short while it was read.")
+            raise ValueError(f"{self.file} ends within {self.name}: the file became shorter while it was read.")
         if not data:
             return torch.empty(self.shape, dtype=DTYPES[self.dtype])
         return torch.frombuffer(data, dtype=DTYPES[self.dtype]).view(self.shape)

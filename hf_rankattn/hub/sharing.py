@@ -62,7 +62,7 @@ def export_model(
     overwrite: bool = False,
     max_shard_size: int | str = "50GB",
 ) -> Path:
-    """Write a model, its tokenizer and its card to `folder`, all or nothing.
+    """Write a model, its tokenizer and its card to `folder`, atomically.
 
     Args:
         model: A rank model.
@@ -228,7 +228,7 @@ def push_to_hub(
       since it was loaded, the one in its folder; else a new one without measurements.
     - the tokenizer: `tokenizer`; else the tokenizer files in the folder. The pooling and other modules of a
       sentence-transformers folder are uploaded too.
-    - scores on benchmarks of the Hub: `eval_results`. Those that lie in the folder are not uploaded.
+    - scores on benchmarks of the Hub: `eval_results`. Scores in the folder are not uploaded.
     - the source of the model's class, for machines without this package: if `remote_code=True`; else if the folder has it.
 
     The other arguments are those of [`~transformers.PreTrainedModel.push_to_hub`] and of [`export_model`].

@@ -205,7 +205,7 @@ def ablate(
         )
     if names and getattr(model.config, "chunk_size_feed_forward", None):
         raise ValueError(
-            "set config.chunk_size_feed_forward to 0 first: a layer in chunks has no single MLP to remove."
+            "set config.chunk_size_feed_forward to 0 first: an MLP that runs in chunks cannot be removed."
         )
     base, request = base_of(model), dict.fromkeys(names, wanted)
     active = _ablations.setdefault(base, {}).setdefault(tower, Ablations(tower))

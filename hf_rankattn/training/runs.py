@@ -82,7 +82,9 @@ def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
         raise ValueError(message)
     step = step_of(checkpoint) if checkpoint else 0
     if arguments.stop_at is not None and arguments.stop_at <= step < arguments.steps:
-        raise ValueError(f"--stop_at {arguments.stop_at} lies behind: {arguments.output_dir} is at step {step}.")
+        raise ValueError(
+            f"--stop_at must be above {step}, the step of the run in {arguments.output_dir}; got {arguments.stop_at}."
+        )
     folder, share = Path(arguments.output_dir), arguments.batch_size // processes
     return Run(folder, processes, state.is_main_process, share, checkpoint, step)
 

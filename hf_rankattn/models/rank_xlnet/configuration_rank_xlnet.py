@@ -9,9 +9,9 @@ from ..rank_attention import RankConfigMixin
 @strict
 class RankXLNetConfig(RankConfigMixin, XLNetConfig):
     r"""
-    The position keys, the segment embedding and the three biases meet the same query, so they shrink with `qk_rank`. With
-    `qk_norm`, the position keys have unit norm too; the biases, which are added to the query, and the segment embedding stay
-    free.
+    The position keys, the segment embedding and the three biases are multiplied with the same query, so they have the width
+    `qk_rank`, too. With `qk_norm`, the position keys have unit norm; the biases, which are added to the query, and the segment embedding are
+    not normalised.
 
     Example:
 
