@@ -11,13 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...files.atomic import staged
+from ...files.atomic import staged, write_whole
 from ...report.verdicts import verdict_counts
 from .audit import audit_markdown
 from .engines import ENGINES, run_local, run_slurm
 from .grid import Cell
 from .judging import Claim as Claim
-from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions, write_whole
+from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions
 
 
 if TYPE_CHECKING:
