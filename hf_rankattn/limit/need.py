@@ -101,20 +101,15 @@ def measure_need(
     `needed_width` is the smallest width that keeps the target. The objective `"whole"` is the model without a limit, and the others are
     those of [`limit_rank`]: its default, and three baselines.
 
-    Example:
-
-    ```python
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from hf_rankattn import measure_need
-
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50)).eval()
     >>> held_out, calibration = ({"input_ids": torch.randint(50, (2, 16))} for _ in range(2))
     >>> table = measure_need(model, held_out, calibration=calibration, widths=[2, 4])
     >>> sorted(set(table.layers)), sorted(set(table.metric))
     (['0', '1', 'all'], ['divergence', 'needed_width', 'perplexity', 'quality'])
-    ```
     """
     model = plain(model)
     if not 0 < target_loss < 1:
@@ -187,10 +182,11 @@ class Need:
             for width in (grid[kind] if given or len(grid[kind]) < 5 else grid[kind][1::2] + grid[kind][4:])
         ]
         numbers = attending_layers(self.model)
+        # the two smallest widths: each takes a pass for each layer
         apart = {
             (kind, width): [Cell(kind, str(number), DEFAULT, width) for number in numbers]
             for kind in KINDS
-            for width in (layer_widths(grid[kind]) if by_layer else ())
+            for width in (grid[kind][:2] if by_layer else ())
         }
         steps = sum(bisections(grid[kind], self.full[kind]) for kind in KINDS)
         total, done = len(wanted) + steps + len(base) + sum(map(len, apart.values())), 0
@@ -361,12 +357,6 @@ class Outputs:
                 del layer.forward
                 if own is not None:  # accelerate puts a function of its own on layers that it offloads
                     layer.forward = own
-
-
-def layer_widths(grid: Sequence[int]) -> list[int]:
-    """At most two widths for the layers one by one, because each takes a pass for each layer: an eighth and a quarter, or the two
-    smallest of those that were asked for."""
-    return list(grid[:2])
 
 
 def bisections(grid: Sequence[int], full: int) -> int:

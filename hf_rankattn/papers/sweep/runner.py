@@ -31,8 +31,8 @@ class Experiment(Protocol):
     """The names of the module of an experiment."""
 
     SHOWS: str
+    # optional: what is raised when the experiment computes something else, and the options of the command line that it knows
     REVISION: int
-    # optional: the options of the command line that the experiment knows
     OPTIONS: tuple[str, ...]
 
     @staticmethod
@@ -70,7 +70,7 @@ def find_experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise ValueError(f"there is no experiment {name!r}; the experiments are {', '.join(EXPERIMENTS)}, and all.")
     experiment: Any = import_module(f"..{EXPERIMENTS[name]}", __package__)
-    for optional, default in (("OPTIONS", ()), ("complete", lambda table: table)):
+    for optional, default in (("REVISION", 1), ("OPTIONS", ()), ("complete", lambda table: table)):
         if not hasattr(experiment, optional):
             setattr(experiment, optional, default)
     return experiment
