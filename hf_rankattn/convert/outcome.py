@@ -160,9 +160,7 @@ def results_of(outcome: Outcome, hub_name: str, judged: Judged | None) -> list[E
         for metric, value in outcome.damage.items():
             measured = {**of, "metric_type": metric, "metric_name": describe(metric)}
             rows.append(EvalResult(**measured, metric_value=round(value, 4)))
-    kept = {
-        "energy_kept": ("logits", "query-key logits", "logit energy", [at.energy_kept for at in outcome.layers]),
-    }
+    kept = {"energy_kept": ("logits", "query-key logits", "logit energy", [at.energy_kept for at in outcome.layers])}
     if any(at.v_head_dim < at.old_v_head_dim for at in outcome.layers):
         shares = [at.value_energy_kept for at in outcome.layers]
         kept["value_energy_kept"] = ("values", "mixed values", "the energy of what heads write", shares)

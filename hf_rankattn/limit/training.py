@@ -36,12 +36,7 @@ def loss_between(ours: torch.Tensor, theirs: torch.Tensor, logits: bool, real: t
 
 @torch.inference_mode(False)
 def distil(
-    limit: Any,
-    batches: Inputs,
-    steps: int,
-    learning_rate: float,
-    seed: int,
-    progress: Callable[[int, float], Any],
+    limit: Any, batches: Inputs, steps: int, learning_rate: float, seed: int, progress: Callable[[int, float], Any]
 ) -> None:
     """Train the projections of `limit` for `steps` batches, in place; the weights of the model do not change."""
     model, weights = limit.model, list(limit.parameters())
