@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from testing_common import ALBERT, BERT, XLNET
+from testing_common import ALBERT, BERT, XLNET, run_code
 from testing_convert import trained_like
 from testing_folders import change_config
 from transformers import BertConfig, BertModel
@@ -169,10 +167,7 @@ print(json.dumps({"limit": limit, "peak": peak * 1024}))
         (tmp_path / "old").mkdir()
         config.save_pretrained(tmp_path / "old")
         total = write_sparse_shards(tmp_path / "old", config)
-        command = [sys.executable, "-c", code, str(tmp_path / "old"), str(tmp_path / "new")]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr[-2000:]
-        seen = json.loads(result.stdout)
+        seen = json.loads(run_code(code, tmp_path / "old", tmp_path / "new").stdout)
         assert total > 3 * max(seen["limit"], seen["peak"]), (total, seen)
         index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == total - 60 * 2 * 48 * 16 * (1024 + 1) * 4

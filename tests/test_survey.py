@@ -1,17 +1,14 @@
 """`rankattn measure` from end to end: a folder in, a table, figures and plain answers out, and every way it can fail."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, XLNET, tiny_inputs
+from testing_common import ALBERT, BERT, FAMILIES, FAMILY_IDS, TORCHRUN, XLNET, run_python, tiny_inputs
 from testing_probe import small
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -132,13 +129,10 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
     def test_two_processes_give_the_table_of_one(self, checkpoint, tmp_path):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command += ["-m", "hf_rankattn", "measure", str(checkpoint), "--out", str(tmp_path), "--overwrite"]
+        command = [*TORCHRUN, "-m", "hf_rankattn", "measure", checkpoint, "--out", tmp_path, "--overwrite"]
         command += ["--examples", "5", "--length", "24", "--batch-size", "2", "--processes", "2"]
         (tmp_path / "table.parquet").write_text("old")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert result.returncode == 0, result.stderr
+        run_python(*command)
         one, _ = measure_checkpoint(str(checkpoint), examples=5, length=24, batch_size=2)
         pd.testing.assert_frame_equal(one, pd.read_parquet(tmp_path / "table.parquet"), check_exact=True)
 
