@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,13 +159,11 @@ class Need:
             "config": fingerprint_of_config(model),
             "held_out": fingerprint(*held),
             "calibration": fingerprint(self.batch),
-            **{
-                "quality": self.quality.name,
-                "layer_quality": self.few.name,
-                "pooling": pooling,
-                "tower": tower,
-                "seed": seed,
-            },
+            "quality": self.quality.name,
+            "layer_quality": self.few.name,
+            "pooling": pooling,
+            "tower": tower,
+            "seed": seed,
             "layer_examples": sum(len(next(iter(batch.values()))) for batch in few),
             **{name: version(name) for name in ("hf_rankattn", "torch", "transformers")},
         }
@@ -335,12 +333,10 @@ class Outputs:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             self.found[module].append(output)
 
-        hooks = [layer.register_forward_hook(keep) for layer in self.found]
-        try:
+        with ExitStack() as stack:
+            for layer in self.found:
+                stack.enter_context(layer.register_forward_hook(keep))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def replayed(self, number: int) -> Iterator[None]:
@@ -367,7 +363,6 @@ def bisections(grid: Sequence[int], full: int) -> int:
 
 def widths_of(model: PreTrainedModel, batch: Batch, tower: str | None) -> list[Widths]:
     """The widths of the heads of each layer with attention; a `ValueError` for a model that cannot be limited."""
-
     found: list[Widths] = []
 
     def look(place: int, seen: Seen) -> HeadLimits:

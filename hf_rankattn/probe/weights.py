@@ -108,7 +108,6 @@ def measure_weights(
         spectra (`bool`, *optional*):
             Add a column `component`, and rows of the metric `energy_share`: the share of squared singular values of each
             component, in descending order.
-
         inputs (*optional*):
             A batch for models without a row in the table of architectures: one forward pass finds which rows of which
             weights belong to a head. By default a few random tokens.
