@@ -24,7 +24,7 @@ from .conversion import LayerReport, refuse_qk_norm, reports, say_widening
 from .factors import best_factors
 from .heads import Tensors, heads_of
 from .part import Part, Widths
-from .ranks import check_request, ranks_for_energy
+from .ranks import check_request, check_seed, ranks_for_energy
 
 
 logger = logging.get_logger(__name__)
@@ -207,9 +207,10 @@ def convert_shards(
             "are streamed: convert without streaming."
         )
     check_request(qk_rank, v_head_dim, energy, mean_rank)
+    check_seed(seed)
     if not family.rank_types:
         raise ValueError(
-            f"{family.name} has no rank twin, and only families with one are streamed: convert without streaming."
+            f"{config.model_type} has no rank twin, and only families with one are streamed: convert without streaming."
         )
     if v_head_dim == "auto" and mean_rank is not None:
         raise ValueError(
