@@ -25,6 +25,8 @@ def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[
                 f"calibrate on plain texts: the batch has {', '.join(strangers)}, which change the keys that a row sees."
             )
         ids = batch.get("input_ids")
+        if ids is not None and (ids.ndim < 2 or not ids.shape[-1]):
+            raise ValueError(f"`input_ids` must be (batch, n) with at least one token, got shape {tuple(ids.shape)}.")
         if ids is not None and ids.ndim == 3:
             batch = {name: value.flatten(0, 1) for name, value in batch.items()}
         if limit and ids is not None and ids.shape[-1] > limit:

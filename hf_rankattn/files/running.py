@@ -39,10 +39,6 @@ def check_values(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> N
             continue
         if value.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"`{name}` must be of dtype torch.int64 or torch.int32, got {value.dtype}.")
-        if name == "input_ids" and (value.ndim < 2 or not value.numel()):
-            raise ValueError(
-                f"`input_ids` must be (batch, n) with at least one token, got shape {tuple(value.shape)}."
-            )
         rows = getattr(model.config, TABLES[name], None) or 0
         low, high = map(int, value.aminmax()) if value.numel() else (0, 0)
         if low < 0 or 0 < rows <= high:  # XLNet has -1 rows of positions: they have no limit
