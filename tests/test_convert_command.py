@@ -92,7 +92,7 @@ class TestCommand:
         "arguments, message",
         [
             (["--qk-rank", "4"], "give --out, the folder to write to"),
-            (["--out", "x"], "no width is given"),
+            (["--energy", "0.9", "--out", "x"], "--v-head-dim or both; --auto and --auto-values choose"),
             (["--qk-rank", "0", "--out", "x"], "equal to 1"),
             (["--qk-rank", "4", "--auto", "--out", "x"], "cannot be combined"),
             (["--qk-rank", "9" * 30, "--out", "x"], "at most 1048576"),
@@ -115,6 +115,11 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         assert message in refusal(capsys, checkpoint, *arguments)
         assert not (tmp_path / "x").exists()
+
+    def test_nothing_is_distilled_where_nothing_was_cut(self, checkpoint, tmp_path):
+        options = ["--qk-rank", 8, "--calibration", few_texts(tmp_path), "--distil-steps", 2, "--out", tmp_path / "x"]
+        assert "Distilled" not in told(checkpoint, *options)
+        assert "distillation" not in (tmp_path / "x" / "README.md").read_text()
 
     def test_an_unknown_family_names_the_known_ones(self, tmp_path, capsys):
         small("llama").save_pretrained(tmp_path / "d")

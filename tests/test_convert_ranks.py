@@ -124,6 +124,13 @@ class TestRanks:
         assert difference(AutoModel.from_pretrained(tmp_path).eval(), converted, batch) < 1e-6
 
 
+def test_widths_can_be_arrays_of_numpy():
+    model = BERT.stock("Model")(BERT.stock_config())
+    converted = convert_rank(model, np.array([3, 4, 5]), np.int64(6))
+    heads = [converted.config.head_geometry(layer) for layer in range(3)]
+    assert [(head.qk_rank, head.v_head_dim) for head in heads] == [(3, 6), (4, 6), (5, 6)]
+
+
 def test_auto_never_widens_a_layer():
     config = XLNET.rank_config(per_layer_config={0: {"qk_rank": 3}, 1: {"qk_rank": 6}})
     model = XLNET.rank("Model")(config).double().eval()

@@ -68,6 +68,17 @@ class TestBadInput:
         with pytest.raises(ValueError, match="class of its own"):
             convert_rank(MyBert(BERT.stock_config()), 3)
 
+    def test_adapters_are_merged_first(self):
+        peft = pytest.importorskip("peft")
+        adapter = peft.LoraConfig(target_modules=["query"])
+        wrapped = peft.get_peft_model(BERT.stock("Model")(BERT.stock_config()), adapter)
+        inside = BERT.stock("Model")(BERT.stock_config())
+        inside.add_adapter(adapter)
+        for model in (wrapped, inside):
+            with pytest.raises(ValueError, match="has an adapter: merge it first"):
+                convert_rank(model, 3)
+        assert convert_rank(wrapped.merge_and_unload(), 3).config.qk_rank == 3
+
     def test_qk_norm_is_refused_with_the_reason(self):
         with pytest.raises(ValueError, match="not a bilinear form"):
             convert_rank(BERT.rank("Model")(BERT.rank_config(qk_norm=True)), 3)
@@ -93,6 +104,12 @@ class TestBadInput:
             ({"qk_rank": 3, "distil_steps": -1}, "at least 0"),
             ({"qk_rank": 3, "calibration": iter([{}])}, "can be read only once"),
             ({"qk_rank": 3, "calibration": ["a text"]}, "dict of tensors"),
+            ({"qk_rank": 3, "calibration": {"input_ids": torch.arange(4)}}, r"must be .batch, n.*got shape \(4,\)"),
+            (
+                {"qk_rank": 3, "calibration": {"input_ids": torch.ones(1, 999).long()}},
+                "texts of 999 tokens, and the model",
+            ),
+            ({"qk_rank": 99, "seed": -1}, "`seed` must be a whole number of at least 0, got -1"),
         ],
     )
     def test_requests_that_make_no_sense(self, arguments, message):

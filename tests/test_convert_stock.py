@@ -239,6 +239,12 @@ def test_distillation_brings_the_states_of_encoder_and_decoder_nearer():
         assert error(distilled, name) < 0.9 * error(cut, name)
 
 
+def test_an_image_classifier_with_a_teacher_is_judged_by_its_labels():
+    model = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**VIT)).eval()
+    judge = Judge(model, None, [{"pixel_values": KINDS[0].inputs()["pixel_values"].float()}], 256)
+    assert judge.damage(model) == {"label_agreement": 1.0, "logit_error": 0.0}
+
+
 def test_vit_mae_is_judged_on_the_same_patches():
     """It hides patches at random: an unchanged model must keep all of its embeddings."""
     kind = next(kind for kind in KINDS if kind.model_type == "vit_mae")
@@ -250,7 +256,7 @@ def test_vit_mae_is_judged_on_the_same_patches():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"qk_rank": 4}, "one width for queries, keys and values of all layers, `head_dim` .here 8.*Give one integer"),
+        ({"qk_rank": 4}, "a stock vit config holds one width for .*all layers, `head_dim` .here 8.*Give one integer"),
         ({"v_head_dim": 4}, "Give one integer for both: qk_rank=4, v_head_dim=4"),
         ({"qk_rank": 4, "v_head_dim": 5}, "got qk_rank=4, v_head_dim=5"),
         ({"qk_rank": [4, 4], "v_head_dim": [4, 4]}, "Give one integer for both"),
@@ -275,7 +281,7 @@ class MyViT(transformers.ViTModel):
 
 
 def test_a_class_of_the_user_is_refused():
-    with pytest.raises(ValueError, match="MyViT is a class of its own.*Convert a stock ViT class."):
+    with pytest.raises(ValueError, match="MyViT is a class of its own.*Convert a stock vit class."):
         convert_rank(MyViT(KINDS[0].config()), 4, 4)
 
 
@@ -391,6 +397,10 @@ class TestCommand:
         assert code == 2 and "the package has texts only: give a folder of images as --calibration" in said
         code, said = told("--qk-rank", "4", "--calibration", "none")
         assert code == 2 and "Give one integer for both" in said and not (data / "narrow").exists()
+        code, said = told(*widths, "--calibration", "texts.txt")
+        assert code == 2 and "texts.txt is a file: give a folder of images" in said
+        code, said = told(*widths, "--calibration", "absent", "--remote-code")
+        assert code == 2 and "needs no source: leave --remote-code out" in said  # before anything is read or computed
         code, said = told(*widths, "--calibration", "images")
         assert code == 0 and "Calibrated on 4 inputs of images" in said
         (data / "model" / "preprocessor_config.json").unlink()

@@ -26,7 +26,7 @@ def converted_class(model: PreTrainedModel, family: Family) -> type[PreTrainedMo
     if family.stock_width is not None or (twin := rank_twin(own)) is None:
         raise ValueError(
             f"{own.__name__} is a class of its own, defined in {own.__module__}, and has no rank twin. Convert a stock "
-            f"{family.name} class"
+            f"{model.config.model_type} class"
             + ("." if family.stock_width is not None else ", or derive yours from a rank class of that family.")
         )
     return twin

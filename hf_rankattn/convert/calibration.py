@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from ..families.architectures import base_of
+from ..families.architectures import base_of, family_of
 from ..files.running import Inputs, batches_of, forward_names
 
 
 def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[dict[str, torch.Tensor]]:
     """Batches for the model below its head; the choices of a multiple-choice batch become separate texts."""
-    accepted = forward_names(base)
+    accepted, limit = forward_names(base), family_of(base).longest(base.config)
     for batch in batches_of(base, calibration):
         if "decoder_input_ids" in accepted and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & set(
             batch
@@ -25,8 +25,15 @@ def calibration_batches(base: PreTrainedModel, calibration: Inputs) -> Iterator[
                 f"calibrate on plain texts: the batch has {', '.join(strangers)}, which change the keys that a row sees."
             )
         ids = batch.get("input_ids")
+        if ids is not None and (ids.ndim < 2 or not ids.shape[-1]):
+            raise ValueError(f"`input_ids` must be (batch, n) with at least one token, got shape {tuple(ids.shape)}.")
         if ids is not None and ids.ndim == 3:
             batch = {name: value.flatten(0, 1) for name, value in batch.items()}
+        if limit and ids is not None and ids.shape[-1] > limit:
+            raise ValueError(
+                f"the calibration has texts of {ids.shape[-1]} tokens, and the model has {limit} positions: truncate them "
+                f"(`truncation=True, max_length={limit}`)."
+            )
         # a tensor of inference mode cannot be saved for a backward pass
         yield {name: value.clone() if value.is_inference() else value for name, value in batch.items()}
 

@@ -146,6 +146,8 @@ def media_batches(
             f"{source} reads {kind}, and the package has texts only: give a folder of {kind} as `calibration`, or convert from "
             f"the weights alone with calibration='{NONE}'."
         )
+    if Path(data).is_file():
+        raise ValueError(f"{source} reads no texts, and {data} is a file: give a folder of images or sounds.")
     chosen = (data, split, column, most)
     if main_input(model.config) == "pixel_values":
         return image_batches(load_processor(source), *chosen)
@@ -197,7 +199,10 @@ def convert_checkpoint(
     if out is None:
         raise ValueError("give `out`, the folder to write to.")
     if qk_rank is None and v_head_dim is None:
-        raise ValueError("no width is given: give `qk_rank`, `v_head_dim` or both, or 'auto' for one width per layer.")
+        raise ValueError(
+            "no width is given: give `qk_rank`, `v_head_dim` or both; qk_rank='auto' and v_head_dim='auto' choose the widths "
+            "of each layer."
+        )
     if Path(out).resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
         raise ValueError(f"`out` is {out}, which holds the source {source}: choose another folder.")
     base_model = base_model or repository_of(source)
@@ -218,12 +223,18 @@ def convert_checkpoint(
         raise ValueError(f"objective='attention' and `distil_steps` need texts: leave calibration='{NONE}' out.")
     # the folder is made before the work, so that an output that cannot be written is refused at once
     with fresh_folder(out, overwrite, **MODEL_FOLDER) as staging:
-        texts = read_texts(calibration) if calibration != NONE and not Path(calibration).is_dir() else []
+        of_texts = main_input(load_config(source)) == "input_ids"
+        texts = read_texts(calibration) if of_texts and calibration != NONE and not Path(calibration).is_dir() else []
         model = load(source)
+        family = family_of_type(model.config.model_type, source)
+        if (stock := family.stock_width is not None) and remote_code:
+            raise ValueError(
+                f"the result is a stock {type(model).__name__}, which needs no source: leave `remote_code` out."
+            )
         with readable(source):
             folder = checkpoint_folder(source, getattr(model.config, "_commit_hash", None))
         bytes_before = stored_bytes(folder, getattr(model.config, "transformers_weights", None))
-        tokenizer, of_texts = None, main_input(model.config) == "input_ids"
+        tokenizer = None
         try:
             tokenizer = load_tokenizer(folder, padding_side=None) if of_texts else None
         except NoTokenizer as error:
@@ -252,11 +263,11 @@ def convert_checkpoint(
             make_judge(model, tokenizer, judged, pooling_of(folder)) if tokenizer is not None or judged.media else None
         )
         converted, layers = convert_model(model, qk_rank, v_head_dim, **fit)
-        stock = not hasattr(converted.config, "head_geometry")
-        if stock and remote_code:
-            raise ValueError(
-                f"the result is a stock {type(converted).__name__}, which needs no source: leave `remote_code` out."
+        if distil_steps and all((at.rank, at.v_head_dim) == (at.old_rank, at.old_v_head_dim) for at in layers):
+            logger.warning(
+                "nothing was distilled: no layer has a new width, and only weights of a new width are trained."
             )
+            distil_steps = 0
         if not stock:
             check_exportable(converted, remote_code)
         with writing(out):
@@ -276,7 +287,7 @@ def convert_checkpoint(
             base_model=base_model,
             load=how_to_load(folder, remote_code, stock),
             folder=str(Path(out).resolve()),
-            can_weigh=family_of_type(model.config.model_type, source).positions is None,
+            can_weigh=family.positions is None,
             not_judged="no tokenizer of the checkpoint can read texts"
             if of_texts
             else "give inputs to judge on with --dataset FOLDER",

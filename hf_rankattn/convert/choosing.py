@@ -36,7 +36,7 @@ def chosen_widths(
     `budget` has `energy`, `mean_rank` and `ranks` as in [`convert_rank`]; `progress(done)` counts the cuts that are tried.
     """
     if family.stock_width is not None:
-        return one_width(family, parts, given)
+        return one_width(model.config.model_type, family, parts, given)
     energy, mean_rank, ranks = budget["energy"], budget["mean_rank"], budget["ranks"]
     old = old_widths(parts)
     free = free_kinds(given)
@@ -93,13 +93,13 @@ def cuts_tried(parts: Sequence[Part], given: tuple, mean_rank: float | None, ran
     return sum(len(tried_ranks(mean_rank, width[kind])) for width in old_widths(parts) for kind in free_kinds(given))
 
 
-def one_width(family: Family, parts: list[Part], given: tuple) -> list[Widths]:
+def one_width(model_type: str, family: Family, parts: list[Part], given: tuple) -> list[Widths]:
     """The widths of a stock model whose config holds one number for queries, keys and values of all layers."""
     old = sorted({width for part in parts for width in part.old})
     if given[0] != given[1] or not isinstance(given[0], int):
         asked = ", ".join(f"{name}={value!r}" for name, value in zip(("qk_rank", "v_head_dim"), given, strict=True))
         raise ValueError(
-            f"a stock {family.name} config holds one width for queries, keys and values of all layers, `{family.stock_width}` "
+            f"a stock {model_type} config holds one width for queries, keys and values of all layers, `{family.stock_width}` "
             f"(here {', '.join(map(str, old))}), and got {asked}. Give one integer for both: "
             f"qk_rank={old[0] // 2 or 1}, v_head_dim={old[0] // 2 or 1}."
         )

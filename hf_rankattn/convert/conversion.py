@@ -16,13 +16,14 @@ from ..families.row import Family
 from ..families.slots import Slot, family_of_type, slots_of
 from ..files.running import Inputs, evaluating
 from ..models.budget import check_finite_weights
+from ..models.rank_attention import plain
 from .building import converted_class, empty_model, fill
 from .choosing import chosen_widths, cuts_tried
 from .distil import distil
 from .gathering import gathered, gathered_values
 from .heads import Tensors, heads_of
 from .part import Part, Widths
-from .ranks import check_choice, check_request
+from .ranks import check_choice, check_request, check_seed
 
 
 logger = logging.get_logger(__name__)
@@ -141,10 +142,11 @@ def convert_model(
     """[`convert_rank`] with a report; `progress(done, total)` is called after each layer and each step of training."""
     model = getattr(model, "_orig_mod", model)
     family = checked_family(model)
-    given = (qk_rank, v_head_dim)
+    given = (plain(qk_rank), plain(v_head_dim))
     check_request(*given, energy, mean_rank)
     check_choice(ranks, *given, mean_rank, calibration)
     check_calibration(family, calibration, objective, distil_steps)
+    check_seed(seed)
     if distil_batches is not None and not distil_steps:
         raise ValueError("`distil_batches` are for distillation: give `distil_steps` as well, or leave them out.")
     slots = list(slots_of(model, family))
@@ -199,6 +201,10 @@ def check_sharing(model: PreTrainedModel, family: Family, slots: list[Slot]) -> 
 
 
 def checked_family(model: PreTrainedModel) -> Family:
+    if hasattr(model, "merge_and_unload") or getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the model has an adapter: merge it first (PEFT's `merge_and_unload`), then convert the result."
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"`model` must be a transformers model, got a {type(model).__name__}.")
     family = family_of_type(getattr(model.config, "model_type", None), type(model).__name__)

@@ -360,6 +360,7 @@ class Spans(Task):
 TASKS: dict[str, type[Task]] = {
     "ForSequenceClassification": Classification,
     "ForImageClassification": Classification,
+    "ForImageClassificationWithTeacher": Classification,
     "ForAudioClassification": Classification,
     "ForNextSentencePrediction": NextSentence,
     "ForMultipleChoice": MultipleChoice,

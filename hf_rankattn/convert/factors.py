@@ -82,7 +82,8 @@ def shared_factors(
     Takes roots (heads, v, v) of the moments of the mixed values and the rows (heads, d, v) that write them. It minimises
     `sum_h ||roots_h^T (W_h^T - P R_h^T)||^2`, that is the squared error of what all heads of the group write. For a
     given `P` each `R_h` is a least-squares solution; heads mix the shared values in different ways, so `P` has no closed
-    form. It starts from the closed form for the pooled moment and is refined with the gradient (L-BFGS).
+    form. It starts from the closed form for the pooled moment and is refined with the gradient (L-BFGS), which can end in a
+    local minimum.
 
     >>> roots, outputs = torch.eye(3).double().expand(2, -1, -1), torch.diag(torch.tensor([3.0, 2.0, 1.0])).double()
     >>> value, output, lost = shared_factors(roots, outputs.expand(2, -1, -1), rank=2)

@@ -71,6 +71,11 @@ def check_request(qk_rank, v_head_dim, energy, mean_rank) -> None:
                 raise ValueError(f"`{name}` must be at most {WIDEST}, got {width}.")
 
 
+def check_seed(seed) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+        raise ValueError(f"`seed` must be a whole number of at least 0, got {seed!r}.")
+
+
 def check_choice(choice: str, qk_rank, v_head_dim, mean_rank, calibration) -> None:
     """Raise a `ValueError` for an unknown way to choose ranks, and for ranks by damage without a budget or texts."""
     if choice not in ("spectra", "damage"):

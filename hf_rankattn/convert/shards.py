@@ -23,7 +23,7 @@ from .choosing import asked_widths, logit_spectrum, old_widths, ranks_from_spect
 from .conversion import LayerReport, refuse_qk_norm, reports, say_widening
 from .heads import Tensors, heads_of
 from .part import Part, Widths
-from .ranks import check_request
+from .ranks import check_request, check_seed
 
 
 logger = logging.get_logger(__name__)
@@ -206,9 +206,10 @@ def convert_shards(
             "are streamed: convert without streaming."
         )
     check_request(qk_rank, v_head_dim, energy, mean_rank)
+    check_seed(seed)
     if not family.rank_types:
         raise ValueError(
-            f"{family.name} has no rank twin, and only families with one are streamed: convert without streaming."
+            f"{config.model_type} has no rank twin, and only families with one are streamed: convert without streaming."
         )
     if v_head_dim == "auto" and mean_rank is not None:
         raise ValueError(

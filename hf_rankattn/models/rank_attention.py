@@ -84,10 +84,10 @@ def check_depth(layers: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of numpy and tuples as the int, float and list that JSON can store."""
+    """Numbers and arrays of numpy, and tuples, as the int, float and list that JSON can store."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def checked_layers(per_layer_config: Any) -> dict[int, dict[str, Any]]:
