@@ -119,6 +119,7 @@ class RankLimit(nn.Module):
         self.remove()
 
 
+@torch.inference_mode(False)  # fits take gradients, and caches ask projections for their versions
 def limit_rank(
     model: PreTrainedModel,
     qk_rank: Request = None,
