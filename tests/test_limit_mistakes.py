@@ -1,19 +1,30 @@
 """Limits that would be wrong without an error: stale caches, other configs, attention sinks, padding, budgets that cannot be spent."""
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from small_families import small_and_running
 from test_limit_budget import BATCH, IDS, decoder
-from transformers import BertConfig, BertForQuestionAnswering, GptOssConfig, GptOssModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_rankattn import RankCache, RankLimit, limit_rank, measure_need
 from hf_rankattn.limit.attaching import entered
 from hf_rankattn.limit.damage import add_slopes
 from hf_rankattn.limit.fitting import Seen
 from hf_rankattn.limit.limiting import slopings_of
+from hf_rankattn.limit.need import Outputs
 from hf_rankattn.limit.quality import NextTokenPerplexity
 
 
@@ -172,6 +183,30 @@ class TestRefused:
 
 
 class TestNeed:
+    def test_layers_that_read_the_keys_of_others(self, monkeypatch):
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "vocab_size_per_layer_input": 50,
+            "hidden_size_per_layer_input": 8,
+        }
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = Gemma4TextConfig(
+            **sizes, vocab_size=50, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=kinds
+        )
+        model, options = Gemma4ForCausalLM(config).eval(), {"calibration": BATCH, "widths": [2], "target_loss": 0.9}
+        table = measure_need(model, {"input_ids": IDS}, **options)
+        monkeypatch.setattr(Outputs, "replayed", lambda *_: nullcontext())
+        assert table.equals(measure_need(model, {"input_ids": IDS}, **options))
+        assert "another layer" in table.attrs["refused"]["weights"]
+
+    @pytest.mark.parametrize("kind", ["beam", "laguna"])
+    def test_values_behind_a_gate_have_no_baseline_of_weights(self, kind):
+        model, batch, _ = small_and_running(kind)
+        with pytest.raises(ValueError, match="the weights of the values of layer 0 cannot be read"):
+            limit_rank(model, v_head_dim=3, objective="weights", calibration=batch)
+
     def test_padding_on_the_left_changes_no_perplexity(self):
         model = decoder()
         ids, mask = IDS[:1], torch.ones_like(IDS[:1])
