@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pandas as pd
 import pytest
 from testing_common import hear_interrupts
 from testing_pages import check_page
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, XLNetConfig, XLNetModel
 from typer.testing import CliRunner
 
 from hf_rankattn.papers import demo
 from hf_rankattn.papers.demo import measuring
+from hf_rankattn.papers.demo.checkpoint import measure_own
 from hf_rankattn.papers.demo.measuring import Job
 from hf_rankattn.papers.demo.running import run_jobs
 from hf_rankattn.papers.demo.telling import demo_page, six_claims
@@ -64,7 +66,11 @@ def test_the_demo_ends_with_six_claims_and_a_page_with_ones_own_model_on_it(tiny
     page = check_page((tiny / "demo" / "report.html").read_text())
     words = "".join(page.words)
     assert all(claim["claim"] in words and claim["measured"] in words for claim in found["claims"])
-    assert len(page.all("svg")) == 5 and len(page.all("img")) == 3
+    headings = ["Three results in pictures", "Six claims", "Your model", "How much rank your model needs"]
+    assert all(words.index(one) < words.index(other) for one, other in pairwise(headings))
+    # three panels, three families, two curves of the rank that is needed
+    assert len(page.all("svg")) == 8 and len(page.all("img")) == 3
+    assert found["checkpoint"]["need"]["qk"]["of"] == 8 and "value dimensions" in words
     assert "b<b>old" in words and not page.all("b")
     assert (tiny / "demo" / "overview.png").read_bytes().startswith(b"\x89PNG")
     # there are no trained weights to cut
@@ -81,7 +87,21 @@ def test_a_cut_of_random_weights_does_not_pass_for_one_of_a_trained_model(tiny, 
     found = demo.run_demo(demo.Settings())
     assert found.claims[-1].holds is False and "cosine" in found.claims[-1].measured
     page = check_page(demo_page(found))
-    assert len(page.all("svg")) == 6 and "not run" not in "".join(page.words)
+    assert len(page.all("svg")) == 7 and "not run" not in "".join(page.words)
+    rows = found.table[found.table.part == "conversion"].set_index(["what", "rank"]).embedding_cosine
+    for rank in (2, 4):
+        assert 0 < rows["values", rank] < 1 and 0 < rows["limit", rank] < 1
+
+
+def test_a_model_that_cannot_be_limited_is_measured_with_the_reason(tmp_path):
+    sizes = {"d_model": 16, "n_head": 2, "n_layer": 1, "d_inner": 32, "vocab_size": 50}
+    XLNetModel(XLNetConfig(**sizes)).save_pretrained(tmp_path)
+    found = measure_own(str(tmp_path), random_inputs=True)
+    assert "XLNet" in found.need and "not_measured" in found.as_dict()["need"]
+    assert [section.title.split(":")[0] for section in found.sections()] == [
+        "Your model",
+        "How much rank your model needs",
+    ]
 
 
 def sound_rows():

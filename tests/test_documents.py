@@ -211,7 +211,7 @@ def check_rankattn(words: list[str]) -> None:
         return
     known = typer.main.get_command(app).commands
     assert words[0] in known, words
-    options = {name for parameter in known[words[0]].params for name in (*parameter.opts, "--help")}
+    options = {name for one in known[words[0]].params for name in (*one.opts, *one.secondary_opts, "--help")}
     assert not [word for word in words[1:] if word.startswith("--") and word.split("=")[0] not in options], words
     if words[0] == "reproduce" and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]) and words[1][0] != "-":
         assert words[1] in {*EXPERIMENTS, "all"}, words

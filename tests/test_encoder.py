@@ -254,7 +254,7 @@ class TestAccounting:
     def test_a_grid_that_does_not_come_out_even_is_refused(self):
         for budget, ranks, message in (
             (64, [3], "rank 3 does not spend the budget"),
-            (63, None, "no power of two gives whole heads"),
+            (63, None, "no power of two gives a whole number of heads"),
             (0, None, "at least 1"),
             (64.0, None, "must be an integer"),
             (64, [], "`ranks` is empty"),

@@ -19,13 +19,12 @@ import torch
 from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from testing_common import FAMILIES, FAMILY_IDS
+from testing_common import FAMILIES, FAMILY_IDS, TORCHRUN
 from transformers import BertModel
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORKER = str(Path(__file__).parent / "worker_scripts.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 # ten steps, of which the third pass over small data, a warm-up and checkpoints before and after the middle are part
 COMMON = {"steps": 10, "batch_size": 16, "log_every": 1, "save_every": 4, "learning_rate": 5e-3, "warmup": 0.2}
 POINTS = {"task": "nearest_neighbor", "dim": 4, "num_points": 2, "num_eval_examples": 45}
@@ -181,7 +180,7 @@ def test_stopped_and_resumed_it_is_the_same_run(script, folder, whole):
     command = [script, f"{script.name}.yaml", "--output_dir", output.name]
     assert "stopped at step 5 of 10" in finished(folder, *command, "--stop_at", "5")
     assert not (output / "model").exists()
-    assert "--stop_at 5 lies behind" in refused(folder, *command, "--stop_at", "5", "--resume")
+    assert "--stop_at must be above" in refused(folder, *command, "--stop_at", "5", "--resume")
     assert "going on at step 5 of 10" in finished(folder, *command, "--resume")
     assert furthest(output, whole(script)) == (0, 0)
     assert results_of(output) == results_of(whole(script))
@@ -267,7 +266,7 @@ def test_every_task_on_points(script, task, more, metric, folder):
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_fewer_processes_than_promised_is_refused(script, folder):
     command = [script, f"{script.name}.yaml", "--output_dir", "promised", "--expect_processes", "2"]
-    assert "2 processes were promised and 1 are running" in refused(folder, *command)
+    assert "2 processes are expected and 1 are running" in refused(folder, *command)
     assert not (folder / "promised").exists()
 
 
@@ -277,7 +276,7 @@ def test_accelerate_launch_on_the_cpu_is_caught(folder):
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     command = [SCRIPTS[1].path, f"{SCRIPTS[1].name}.yaml", "--output_dir", "launched", "--expect_processes", "2"]
     result = launched(folder, *launch, *command)
-    assert result.returncode != 0 and "2 processes were promised and 1 are running" in result.stderr
+    assert result.returncode != 0 and "2 processes are expected and 1 are running" in result.stderr
     assert not (folder / "launched").exists()
 
 

@@ -77,7 +77,7 @@ def convert_rank(
     for both arguments. The error for any other model lists the model types.
 
     Args:
-        model: A stock or rank model, of any task class. It is left as it is.
+        model: A stock or rank model, of any task class. It does not change.
         qk_rank (`int`, list of `int`, or `"auto"`, *optional*):
             The new query-key rank: one for all layers, one per layer (ALBERT: per group), or chosen from the spectra of the
             logits. A rank of at least the old one changes no logit; a larger rank gives a warning. None keeps the old rank.

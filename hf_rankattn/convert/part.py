@@ -41,7 +41,7 @@ class Part:
             if not tensor.is_floating_point():
                 raise ValueError(f"{name} of {where} is {tensor.dtype}: convert the model before it is quantised.")
             if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{name} of {where} holds NaN or Inf: no factors can be made of it.")
+                raise ValueError(f"{name} of {where} holds NaN or Inf, so it has no factors. Check the weights.")
         self.tensors = heads.read(stored, num_heads)
         self.old = Widths(heads.rank_of(self.tensors, num_heads), heads.width_of(self.tensors, num_heads))
         self.parameters = sum(tensor.numel() for tensor in stored.values())
@@ -145,4 +145,8 @@ class Part:
     def in_old_place(self, tensors: Tensors) -> Tensors:
         """Narrower queries and keys in a block of the old widths: the dimensions that they lost are zero."""
         more = self.old.rank - self.heads.rank_of(tensors, self.num_heads)
-        return self.heads.write(self.heads.padded(tensors, self.num_heads, more) if more else tensors)
+        if more:
+            like = next(iter(tensors.values()))
+            zeros = like.new_zeros(self.num_heads, self.heads.hidden_size(tensors), more)
+            tensors = self.heads.widen(tensors, zeros)
+        return self.heads.write(tensors)

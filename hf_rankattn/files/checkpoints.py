@@ -64,7 +64,9 @@ def readable(name: str | Path, also_writes: bool = False) -> Iterator[None]:
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} are not safetensors, or are cut short: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{name} cannot be read as a checkpoint: one of its files is nested too deeply.") from error
+        raise ValueError(
+            f"{name} cannot be read as a checkpoint: one of its files has too many nested brackets."
+        ) from error
     except OSError as error:
         if also_writes:
             raise

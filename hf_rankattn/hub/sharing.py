@@ -62,7 +62,7 @@ def export_model(
     overwrite: bool = False,
     max_shard_size: int | str = "50GB",
 ) -> Path:
-    """Write a model, its tokenizer and its card to `folder`, all or nothing.
+    """Write a model, its tokenizer and its card to `folder`, atomically.
 
     Args:
         model: A rank model.
@@ -77,17 +77,12 @@ def export_model(
         overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder may be replaced.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest weight file.
 
-    Example:
-
-    ```python
     >>> from tempfile import TemporaryDirectory
     >>> from hf_rankattn import RankEncoderConfig, RankEncoderModel, export_model
-
     >>> model = RankEncoderModel(RankEncoderConfig(input_dim=8, num_attention_heads=4, qk_rank=3))
     >>> with TemporaryDirectory() as place:
     ...     sorted(path.name for path in export_model(model, f"{place}/shared").iterdir())
     ['README.md', 'config.json', 'model.safetensors']
-    ```
     """
     check_exportable(model, remote_code)
     with fresh_folder(folder, overwrite, **MODEL_FOLDER) as staging:
@@ -228,7 +223,7 @@ def push_to_hub(
       since it was loaded, the one in its folder; else a new one without measurements.
     - the tokenizer: `tokenizer`; else the tokenizer files in the folder. The pooling and other modules of a
       sentence-transformers folder are uploaded too.
-    - scores on benchmarks of the Hub: `eval_results`. Those that lie in the folder are not uploaded.
+    - scores on benchmarks of the Hub: `eval_results`. Scores in the folder are not uploaded.
     - the source of the model's class, for machines without this package: if `remote_code=True`; else if the folder has it.
 
     The other arguments are those of [`~transformers.PreTrainedModel.push_to_hub`] and of [`export_model`].

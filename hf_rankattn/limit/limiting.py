@@ -149,7 +149,7 @@ def limit_rank(
             narrower heads do to the output of the model, to first order, which takes one more forward and one backward pass.
         objective (`str`, *optional*, defaults to `"attention"`):
             What is minimised for queries and keys: `"attention"` weights the change of each logit by the attention that it gets,
-            `"logits"` weights all alike and has a closed form. Two others are there for comparison: `"components"` takes the principal
+            `"logits"` weights all alike and has a closed form. Two others are baselines: `"components"` takes the principal
             components of keys and of values, and `"weights"` ignores the texts.
         tower (`str`, *optional*): One side of a model with several, as in [`measure_collapse`].
         seed (`int`, *optional*, defaults to 0): Determines which rows of the calibration the descent reads.

@@ -12,7 +12,7 @@ Center = Literal["mean", "median", "rank1"]
 
 
 def residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center = "mean") -> torch.Tensor:
-    """(..., n, d) states minus what they share; padded rows are zero.
+    """(..., n, d) states minus the row that they share; padded rows are zero.
 
     Args:
         x (`torch.Tensor` of shape `(..., n, d)`): States, one token a row.
@@ -44,7 +44,7 @@ def residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center =
 
 
 def relative_residual(x: torch.Tensor, mask: torch.Tensor | None = None, center: Center = "mean") -> torch.Tensor:
-    """`||residual|| / ||x||` in the composite norm, (...): 0 when all tokens are equal, about 1 when they share nothing.
+    """`||residual|| / ||x||` in the composite norm, (...): 0 when all tokens are equal, about 1 when they have nothing in common.
 
     The mean row is not the best row to subtract, so the value can be slightly above 1. In exact collapse it is the
     precision: about 2e-7 in float32, 4e-16 in float64.

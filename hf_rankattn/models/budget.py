@@ -18,10 +18,10 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(model: PreTrainedModel | PreTrainedConfig) -> ParameterCounts:
-    """Count parameters as the papers do, and as they are.
+    """Count parameters in the convention of the papers, and all trainable parameters.
 
     `published` is `qk_rank * hidden_size * num_attention_heads` for each layer: one of the four projections, without
-    biases. `query_key` is what the queries and keys of the layer hold in weights, cross-attention included: twice that
+    biases. `query_key` is what the queries and keys of the layer have as weights, also those of cross-attention: twice that
     for each attention. `live` is every
     trainable number of the model, shared ones counted once. A configuration is counted without building its weights.
 
@@ -65,7 +65,7 @@ def equal_budget_grid(budget: int, hidden_size: int, ranks: Sequence[int] | None
         ranks = [rank for rank in powers if budget % (rank * hidden_size) == 0]
         if not ranks:
             raise ValueError(
-                f"no power of two gives whole heads: budget={budget} has to be a multiple of hidden_size={hidden_size}."
+                f"no power of two gives a whole number of heads: budget={budget} must be a multiple of hidden_size={hidden_size}."
             )
     if not len(ranks):
         raise ValueError("`ranks` is empty: leave it out for all powers of two that fit.")

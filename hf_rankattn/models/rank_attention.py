@@ -43,7 +43,7 @@ Args:
     qk_scale (`float`, *optional*, defaults to `qk_rank ** -0.5`):
         Factor on the logits.
 
-With all four left alone, the model is stock {family} to the last bit, under the stock parameter names.
+If none of the four is given, the model equals stock {family} to the last bit, under the stock parameter names.
 """
 
 
@@ -186,9 +186,7 @@ class RankConfigMixin:
             for value, layers in zip(values, layers_of_entry, strict=True):
                 for layer in layers:
                     if per_layer.setdefault(layer, {}).setdefault(name, value) != value:
-                        raise ValueError(
-                            f"layer {layer} gets two values of `{name}`: give a list or per_layer_config."
-                        )
+                        raise ValueError(f"layer {layer} has two values of `{name}`: give a list or per_layer_config.")
             setattr(self, name, None)
         return per_layer
 

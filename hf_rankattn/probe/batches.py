@@ -186,7 +186,7 @@ def check_depth(model: PreTrainedModel, seen: int, what: str) -> None:
             "for images."
         )
     if seen != (depth := len(layers_of(model))):
-        raise ValueError(f"{seen} of the {depth} layers of {type(model).__name__} showed their {what}.")
+        raise ValueError(f"the {what} were found in {seen} of the {depth} layers of {type(model).__name__} only.")
 
 
 def check_attending(model: PreTrainedModel, seen: int, what: str) -> list[int]:
@@ -194,7 +194,7 @@ def check_attending(model: PreTrainedModel, seen: int, what: str) -> list[int]:
     numbers = attending_layers(model)
     if len(numbers) != seen:
         raise ValueError(
-            f"{seen} of the {len(numbers)} layers with attention of {type(model).__name__} showed their {what}."
+            f"the {what} were found in {seen} of the {len(numbers)} layers with attention of {type(model).__name__} only."
         )
     return numbers
 

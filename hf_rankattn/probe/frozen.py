@@ -161,7 +161,7 @@ def decomposable(model: PreTrainedModel) -> Family:
         raise ValueError("cross-attention reads another stream: only models without it can be decomposed into paths.")
     if any(LIMIT in module.__dict__ for module in model.modules()):
         raise ValueError(
-            "the model is within a rank limit, and paths are made of its weights, which are whole: call remove() on the limit, or "
+            "the model is within a rank limit, which does not change its weights, and paths are computed from the weights: call remove() on the limit, or "
             "use limit.paused()."
         )
     return family

@@ -110,14 +110,9 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
 
 @probing
 def isolated_paths(
-    model: PreTrainedModel,
-    inputs: Inputs,
-    paths: int = 5,
-    repetitions: int = 5,
-    mlp: bool = False,
-    seed: int = 0,
+    model: PreTrainedModel, inputs: Inputs, paths: int = 5, repetitions: int = 5, mlp: bool = False, seed: int = 0
 ) -> pd.DataFrame:
-    """Single paths, each run as a network of its own, as in the published experiments on path effectiveness.
+    """Single paths, each run as a separate network, as in the published experiments on path effectiveness.
 
     Args:
         model: A model of a family whose layers normalise after they add; losses need a task head.
@@ -127,7 +122,7 @@ def isolated_paths(
         mlp (`bool`, *optional*): Keep the MLPs of the layers that a path uses, with their skips and norms.
         seed (`int`, *optional*, defaults to 0): Of the draws.
 
-    These are **not** the terms of the decomposition ([`path_terms`], [`path_lengths`]): each path is a network of its own
+    These are **not** the terms of the decomposition ([`path_terms`], [`path_lengths`]): each path is a separate network
     that starts at the embeddings, with one random head in each of k random layers, without skips, and with attention
     recomputed on its own states; norms have no gain and bias. The last states of all paths are summed, normalised, and
     given to the task head.

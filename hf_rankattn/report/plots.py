@@ -98,7 +98,7 @@ def residual_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         axis.set_ylim(0, max(1.05, 1.05 * float(rows.value.max())))
     else:
         axis.set(yscale="log", ylim=(floor / 4, 2.0))
-        label = "within ten times the precision floor:\nequal for all we can tell"
+        label = "within ten times the precision floor:\nequal within precision"
         axis.axhspan(floor / 4, 10 * floor, color="0.9", zorder=0, label=label)
     axis.set_title(f"Do tokens stay apart? {literal(facts['title'])}", fontsize=11)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -124,7 +124,7 @@ def content_free_share(metric: str, n: float, causal: bool) -> float:
 ATTENTION_PANELS = {
     "effective_rank": "effective rank / n\n(directions, weighted by size)",
     "participation_ratio": "participation ratio / n\n(directions that carry the energy)",
-    "argmax_coverage": "argmax coverage / n\n(tokens that are somebody's first choice)",
+    "argmax_coverage": "argmax coverage / n\n(tokens with the largest weight of a row)",
 }
 
 
@@ -146,9 +146,8 @@ def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         share = means.to_numpy(dtype=float)
         image = axis.imshow(share, cmap="viridis", vmin=0, vmax=max(0.7, np.nanmax(share)), aspect="auto")
         axis.set(xlabel="head", ylabel="layer", xticks=ticks(share.shape[1]), yticks=ticks(share.shape[0]))
-        axis.set_yticklabels(
-            [means.index[row] for row in ticks(share.shape[0])]
-        )  # layers without attention are left out
+        # layers without attention are left out
+        axis.set_yticklabels([means.index[row] for row in ticks(share.shape[0])])
         axis.set_title(ATTENTION_PANELS[metric], fontsize=10)
         bar = figure.colorbar(image, ax=axis)
         free = content_free_share(metric, n, causal)

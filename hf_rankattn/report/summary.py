@@ -65,7 +65,7 @@ SPECTRA = {
     ),
     "logits": (
         "How much of it do the logits use on these inputs?",
-        "a cut calibrated on such inputs has to keep these",
+        "a cut that is calibrated on such inputs has to keep these directions",
     ),
 }
 NOT_MEASURED = {"attention": "How much rank do the attention maps have?"}
@@ -168,7 +168,8 @@ def states_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Finding]
         layers = ", ".join(map(str, missing))
         counts = {"without_attention": missing, "count": len(missing), "layers": facts["layers"]}
         answer = f"{len(missing)} of {facts['layers']}: {layers}"
-        asked, compare = "Which layers have no softmax attention?", "they stay whole when attention stands alone"
+        asked = "Which layers have no softmax attention?"
+        compare = "they do not change in the variant with attention alone"
         findings.append(Finding("layers/without_attention", asked, answer, compare, counts))
     return findings
 
@@ -197,12 +198,12 @@ def attention_findings(table: pd.DataFrame, facts: dict[str, Any]) -> list[Findi
             f"attention/{metric}",
             f"How many directions does an attention map of {n:.0f} tokens use?",
             f"{heads.mean():.1f} of {n:.0f} directions ({name}, mean head; {heads.min():.1f} to {heads.max():.1f})",
-            f"a map that looks at no content: {free:.1f}; {law}",
+            f"a map that ignores content: {free:.1f}; {law}",
             {**spread(heads), "tokens": n, "content_free": free, "random_choice": ceiling},
         ),
         Finding(
             "attention/argmax_coverage",
-            "How many tokens are somebody's first choice?",
+            "How many tokens get the largest weight of at least one token?",
             f"{coverage.mean():.0f} of {n:.0f} tokens (mean head; {coverage.min():.0f} to {coverage.max():.0f})",
             law,
             {**spread(coverage), "tokens": n, "random_choice": ceiling},
@@ -221,8 +222,8 @@ def sink_findings(table: pd.DataFrame, n: float, causal: bool) -> list[Finding]:
         f"{number(values['sink_rate'])} of the heads (sink rate); the mean weight on the first token is "
         f"{number(values['sink_mass'])}, in the strongest head {number(values['largest_mass'])}"
     )
-    asked = f"How many heads rest on the first token, with a mean weight above {SINK}?"
-    compare = f"mean weight of a map that looks at no content: {number(even)}"
+    asked = f"How many heads give the first token a mean weight above {SINK}?"
+    compare = f"mean weight of a map that ignores content: {number(even)}"
     values |= {"threshold": SINK, "content_free": even}
     return [Finding("attention/sink_rate", asked, answer, compare, values)]
 
@@ -263,14 +264,14 @@ def value_findings(table: pd.DataFrame) -> list[Finding]:
         "How many directions do the value-output weights of a head write?",
         spread(ranks) | {"energy": ENERGY},
     )
-    return [Finding("weights/value_energy_rank", asked, answer, "the width of a head's values is the most", values)]
+    return [Finding("weights/value_energy_rank", asked, answer, "at most the width of the values of a head", values)]
 
 
 def why_no_cut(facts: dict[str, Any], spectra: list[Finding]) -> str:
     """Why these measurements are no basis for `rankattn convert`; empty if they are one."""
     family = next((family for family in CONVERTIBLE if facts["model_type"] in family.model_types), None)
     if family is None:
-        return f"models of type {facts['model_type']} cannot be converted yet"
+        return f"models of type {facts['model_type']} cannot be cut. To find out how much rank such a model needs, use `rankattn need`"
     if family.stock_width is not None:
         return (
             f"a config of type {facts['model_type']} holds one width for queries, keys and values, and these are the spectra "

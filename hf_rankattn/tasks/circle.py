@@ -42,7 +42,9 @@ class CircleConfig(TaskConfig):
         self.num_positions = check_count("num_positions", self.num_positions, 4)
         half = self.num_positions // 2
         if self.num_positions % 2:
-            raise ValueError(f"`num_positions` must be even, as half a turn is a position; got {self.num_positions}.")
+            raise ValueError(
+                f"`num_positions` must be even, because one position is half a turn away from each position; got {self.num_positions}."
+            )
         self.separation = check_count("separation", half if self.separation is None else self.separation, 1)
         if self.separation >= self.num_positions:
             raise ValueError(f"`separation` must be below num_positions={self.num_positions}, got {self.separation}.")
@@ -70,13 +72,11 @@ class Circle(TaskBuilder):
     """Two points on opposite arcs of a circle, each labelled with its position one step later. A model whose attention
     collapses moves both to one point if it is applied to its own outputs again and again."""
 
-    BUILDER_CONFIG_CLASS = CircleConfig
     BUILDER_CONFIGS = [
         CircleConfig(),
         CircleConfig(separation=499),
         CircleConfig(angles="uniform", num_examples=10_000),
     ]
-    DEFAULT_CONFIG_NAME = "grid_n1000"
     metrics = (NeighborError,)
     baselines = staticmethod(circle_baselines)
     CITATION = COLLAPSE

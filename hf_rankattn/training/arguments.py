@@ -53,7 +53,7 @@ class RunArguments:
             value = getattr(self, name)
             if value is not None and value % self.log_every:
                 raise ValueError(
-                    f"--{name} {value} would cut a mean of --log_every {self.log_every} losses in two: "
+                    f"--{name} {value} is not a multiple of --log_every {self.log_every}, over which losses are averaged: "
                     f"make it a multiple of {self.log_every}."
                 )
         if not 0 < self.learning_rate < float("inf"):

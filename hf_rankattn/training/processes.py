@@ -1,4 +1,4 @@
-"""Join the processes that torchrun started, and refuse to run with fewer than were promised."""
+"""Join the processes that torchrun started, and refuse to run with fewer than are expected."""
 
 import os
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ def process_state() -> "PartialState":
     state = PartialState(cpu=on_cpu())
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != started:
-        raise ValueError(f"{started} processes were started and {state.num_processes} found each other.")
+        raise ValueError(f"{started} processes were started, and only {state.num_processes} of them are connected.")
     return state
 
 
@@ -43,10 +43,10 @@ def on_cpu() -> bool:
 
 
 def check_processes(world: int, expected: int | None, command: str) -> None:
-    """Raise a ValueError unless as many processes are running as were promised, if any number was."""
+    """Raise a ValueError unless as many processes are running as are expected, if a number is given."""
     if expected is not None and expected != world:
         raise ValueError(
-            f"{expected} processes were promised and {world} are running: start with "
+            f"{expected} processes are expected and {world} are running: start with "
             f"torchrun --nproc_per_node {expected} {command}"
         )
 

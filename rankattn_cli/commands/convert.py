@@ -60,7 +60,7 @@ def convert(
     seed: int = Option(0, help="Seed of new dimensions and of distillation."),
     as_json: bool = Json,
 ) -> None:
-    """Give the heads of a checkpoint other widths. Calibrates on texts or images, and measures what the change costs."""
+    """Cut the rank of a checkpoint: give its heads other widths. Calibrates on texts or images, and measures the damage."""
     from hf_rankattn.convert.checkpoint import convert_checkpoint
     from hf_rankattn.convert.curve import curve_to_file
     from hf_rankattn.convert.outcome import size_rows

