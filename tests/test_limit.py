@@ -231,6 +231,7 @@ class TestBadInput:
             ({}, "give `qk_rank`, `v_head_dim` or both"),
             ({"qk_rank": 0}, "`qk_rank` must be an integer of at least 1.*got 0"),
             ({"qk_rank": True}, "got True"),
+            ({"qk_rank": np.array([2, 2, 2])}, "a list with one for each layer.*got array"),
             ({"qk_rank": 9}, "`qk_rank` is 9 in layer 0, whose heads have the width 8"),
             ({"v_head_dim": [2, 2, 9]}, "`v_head_dim` is 9 in layer 2"),
             ({"qk_rank": [2, 2]}, "one entry for each of the 3 layers with attention, got 2"),

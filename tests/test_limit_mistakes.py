@@ -1,18 +1,30 @@
 """Limits that would be wrong without an error: stale caches, other configs, attention sinks, padding, budgets that cannot be spent."""
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from small_families import small_and_running
 from test_limit_budget import BATCH, IDS, decoder
-from transformers import BertConfig, BertForQuestionAnswering, GptOssConfig, GptOssModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from hf_rankattn import RankCache, limit_rank, measure_need
+from hf_rankattn import RankCache, RankLimit, limit_rank, measure_need
 from hf_rankattn.limit.attaching import entered
 from hf_rankattn.limit.damage import add_slopes
 from hf_rankattn.limit.fitting import Seen
 from hf_rankattn.limit.limiting import slopings_of
+from hf_rankattn.limit.need import Outputs
 from hf_rankattn.limit.quality import NextTokenPerplexity
 
 
@@ -43,8 +55,37 @@ class TestCache:
             longer = model(torch.cat([IDS, IDS[:, :1]], dim=1)).logits[:, -1:]
         assert torch.allclose(rows, whole[:, 12:], atol=1e-4) and torch.allclose(again, longer, atol=1e-4)
 
+    def test_a_cache_of_another_model_is_refused(self):
+        model, other = decoder(), decoder()
+        with torch.no_grad(), limit_rank(model, 4, 4, calibration=BATCH), limit_rank(other, 4, 4, calibration=BATCH):
+            with pytest.raises(ValueError, match="it was made for another model.*make one for this model"):
+                other(IDS, past_key_values=RankCache(model))
+
+    def test_a_model_that_computes_with_cached_values_is_refused_by_name(self):
+        model, batch, _ = small_and_running("doge")
+        with limit_rank(model, 3, calibration=batch), pytest.raises(ValueError, match="DogeModel.*DynamicCache"):
+            RankCache(model)
+
 
 class TestFits:
+    def test_inference_mode_changes_nothing(self, tmp_path):
+        model = decoder()
+        with limit_rank(model, "auto", 4, mean_rank=4, calibration=BATCH) as limit:
+            expected = [weight.clone() for weight in limit.parameters()]
+        with torch.inference_mode(), limit_rank(model, "auto", 4, mean_rank=4, calibration=BATCH) as limit:
+            limit.save_pretrained(tmp_path / "limit")
+        assert all(map(torch.equal, expected, limit.parameters()))
+        with torch.inference_mode(), RankLimit.from_pretrained(model, tmp_path / "limit") as limit:
+            model(IDS, past_key_values=RankCache(model))
+        with limit:
+            limit.distil([BATCH], 1)
+
+    def test_a_mask_that_is_no_tensor_is_refused(self):
+        model = decoder()
+        model.set_attn_implementation("flex_attention")
+        with pytest.raises(ValueError, match="a BlockMask of shape.*attn_implementation='sdpa' or 'eager'"):
+            limit_rank(model, 4, calibration=BATCH)
+
     def test_sinks_take_their_share_of_attention(self):
         torch.manual_seed(0)
         sizes = {
@@ -129,6 +170,30 @@ class TestRefused:
 
 
 class TestNeed:
+    def test_layers_that_read_the_keys_of_others(self, monkeypatch):
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "vocab_size_per_layer_input": 50,
+            "hidden_size_per_layer_input": 8,
+        }
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = Gemma4TextConfig(
+            **sizes, vocab_size=50, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=kinds
+        )
+        model, options = Gemma4ForCausalLM(config).eval(), {"calibration": BATCH, "widths": [2], "target_loss": 0.9}
+        table = measure_need(model, {"input_ids": IDS}, **options)
+        monkeypatch.setattr(Outputs, "replayed", lambda *_: nullcontext())
+        assert table.equals(measure_need(model, {"input_ids": IDS}, **options))
+        assert "another layer" in table.attrs["refused"]["weights"]
+
+    @pytest.mark.parametrize("kind", ["beam", "laguna"])
+    def test_values_behind_a_gate_have_no_baseline_of_weights(self, kind):
+        model, batch, _ = small_and_running(kind)
+        with pytest.raises(ValueError, match="the weights of the values of layer 0 cannot be read"):
+            limit_rank(model, v_head_dim=3, objective="weights", calibration=batch)
+
     def test_padding_on_the_left_changes_no_perplexity(self):
         model = decoder()
         ids, mask = IDS[:1], torch.ones_like(IDS[:1])

@@ -24,7 +24,7 @@ def endless(base: PreTrainedModel, batches: Inputs, seed: int) -> Iterator[dict[
     if isinstance(batches, Iterator):
         yield from calibration_batches(base, batches)
         raise ValueError(
-            "the iterator of batches ended before `distil_steps`: give more batches, a list or a DataLoader."
+            "the iterator of batches ended before the last step: give more batches, a list or a DataLoader."
         )
     while True:
         if isinstance(batches, Sequence):

@@ -23,6 +23,8 @@ LAYERS = (
     *(DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer),
     *(LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer),
 )
+# models that compute their masks from the values that a cache returns
+MASKS_OF_VALUES = ("doge",)
 
 
 class RankCache(Cache):
@@ -170,6 +172,10 @@ def check_cached(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(model).__name__} has an encoder and a decoder, whose caches also hold cross-attention: RankCache is for decoders "
             "alone. Within a limit this model runs with its own cache, which keeps whole keys and values."
+        )
+    if model.config.model_type in MASKS_OF_VALUES:
+        raise ValueError(
+            f"{type(model).__name__} computes its masks from the values that its cache returns: use a DynamicCache, which keeps them whole."
         )
     if getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         raise ValueError(

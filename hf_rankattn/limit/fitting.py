@@ -130,9 +130,9 @@ def bias_of(module: Any, mask: torch.Tensor | None, n: int, device, options: Map
     if mask is None:
         if causal:
             bias = bias.masked_fill(~torch.ones(n, n, dtype=torch.bool, device=device).tril(), -torch.inf)
-    elif mask.ndim != 4:
+    elif not isinstance(mask, torch.Tensor) or mask.ndim != 4:  # flex attention, flash attention
         raise ValueError(
-            f"{type(module).__name__} gives its attention a mask of shape {tuple(mask.shape)}: load the model with "
+            f"{type(module).__name__} gives its attention a {type(mask).__name__} of shape {tuple(mask.shape)} as its mask: load the model with "
             "attn_implementation='sdpa' or 'eager' to limit it."
         )
     elif mask.dtype == torch.bool:

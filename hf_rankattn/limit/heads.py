@@ -98,7 +98,8 @@ class HeadLimits(nn.Module):
                 raise ValueError(
                     f"{type(module).__name__} has {key.shape[1]} key heads of width {key.shape[-1]} with values of width "
                     f"{value.shape[-1]}, and its limit is for {self.widths.groups} of widths {self.widths.qk} and {self.widths.value}. If "
-                    "a RankCache is used, the model changes what the cache returns, or reads another layer's: use a DynamicCache."
+                    "a RankCache is used, it was made for another model, or the model changes what the cache returns, or reads another "
+                    "layer's: make one for this model, or use a DynamicCache."
                 )
             key, value = self.keys(key), self.values(value)
         return mapped(query, self.query), key, value

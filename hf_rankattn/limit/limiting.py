@@ -119,6 +119,7 @@ class RankLimit(nn.Module):
         self.remove()
 
 
+@torch.inference_mode(False)  # fits take gradients, and caches ask projections for their versions
 def limit_rank(
     model: PreTrainedModel,
     qk_rank: Request = None,
@@ -281,6 +282,8 @@ def fitted(
         keys = joined([pair[0] for pair in pairs]), stacked([pair[1] for pair in pairs])
     if set(value_widths) != {widths.value}:
         output, read = value_weights(place, layout, widths)
+        if read is None and objective == "weights":
+            raise ValueError(f"the weights of the values of layer {place} cannot be read: choose another objective.")
         found = []
         for group, width in enumerate(value_widths):
             own_output = None if output is None else output[seen.heads_of(group)]

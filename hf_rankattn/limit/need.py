@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -321,28 +321,29 @@ class Need:
 class Outputs:
     """What the layers of the whole model return, so that the layers below a limited one need not run again.
 
-    Layers that run more than once in a pass always run.
+    Layers always run if one runs more than once in a pass, or if they leave keys for others in a dict that they get (Gemma 4).
     """
 
     def __init__(self, model: PreTrainedModel):
         self.layers = layers_of(model)
         self.found: dict[nn.Module, list[Any]] = {layer: [] for layer in self.layers}
+        self.always = len(self.found) < len(self.layers)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
+        def keep(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
             self.found[module].append(output)
+            self.always |= any(isinstance(value, MutableMapping) for value in (*args, *kwargs.values()))
 
         with ExitStack() as stack:
             for layer in self.found:
-                stack.enter_context(layer.register_forward_hook(keep))
+                stack.enter_context(layer.register_forward_hook(keep, with_kwargs=True))
             yield
 
     @contextmanager
     def replayed(self, number: int) -> Iterator[None]:
         """Within the block, the layers before the layer of this number return what they returned before, batch by batch."""
-        shared = len(self.found) < len(self.layers)
-        before = {} if shared else {layer: layer.__dict__.get("forward") for layer in self.layers[:number]}
+        before = {} if self.always else {layer: layer.__dict__.get("forward") for layer in self.layers[:number]}
         for layer in before:
             outputs = iter(self.found[layer])
             layer.forward = lambda *args, outputs=outputs, **kwargs: next(outputs)

@@ -22,7 +22,7 @@ def check_width(name: str, width: object) -> None:
 
 def check_request(name: str, request: Request, layers: int) -> None:
     """Raise a `ValueError` for what is not a width, a list of the right length or "auto"."""
-    if request is None or request == "auto":
+    if request is None or (isinstance(request, str) and request == "auto"):
         return
     if not isinstance(request, Sequence) or isinstance(request, str):
         check_width(name, request)

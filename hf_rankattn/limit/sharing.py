@@ -87,6 +87,7 @@ def shown(widths: list[int]) -> str:
     return str(widths[0]) if len(set(widths)) == 1 else ", ".join(map(str, widths))
 
 
+@torch.inference_mode(False)
 def read(
     model: PreTrainedModel, name: str | Path, revision: str | None = None
 ) -> tuple[list[HeadLimits], dict[str, Any]]:

@@ -50,7 +50,11 @@ class Layout:
         ends = {module: first + len(weight_of(module)) for module, first in self.first.items()}
         rows = []
         for number in numbers.flatten().tolist():
-            module = next(module for module, first in self.first.items() if first <= number < ends[module])
+            module = next((module for module, first in self.first.items() if first <= number < ends[module]), None)
+            if module is None:
+                raise ValueError(
+                    "a layer gets keys or values from another layer: its weights cannot be read from it alone."
+                )
             rows.append((module, number - self.first[module]))
         found: dict[nn.Module, torch.Tensor] = {}
         for module in dict.fromkeys(module for module, _ in rows):
