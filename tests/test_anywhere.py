@@ -2,14 +2,12 @@
 and transformers' flex and flash attention."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_kernels
-from testing_common import ALBERT, BERT, XLNET, float_tensors, shaken, tiny_inputs
+from testing_common import ALBERT, BERT, XLNET, float_tensors, run_code, shaken, tiny_inputs
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hf_rankattn import RankBertConfig, RankBertModel, RankEncoderConfig, RankEncoderModel, measure_weights
@@ -47,12 +45,6 @@ def padded_batch(name: str, batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
-def python(code: str, *arguments: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
-
-
 class TestSentenceTransformers:
     # what `rankattn convert` is asked for -> cosine to the embeddings of the original that is surely reached
     CUTS = [pytest.param(["--qk-rank", "16"], 0.9, id="qk16")]
@@ -79,7 +71,7 @@ print(json.dumps([names, model.max_seq_length, model[1].pooling_mode, model.enco
         pytest.importorskip("sentence_transformers")
         for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
             assert (folder / name).read_bytes() == Path(source, name).read_bytes()
-        answer = python(self.ENCODE, str(folder), json.dumps(texts)).strip().splitlines()[-1]
+        answer = run_code(self.ENCODE, folder, json.dumps(texts)).stdout.strip().splitlines()[-1]
         modules, longest, pooling, rows = json.loads(answer)
         assert modules == ["Transformer", "Pooling", "Normalize"] and longest == 256 and pooling == "mean"
         embeddings = torch.tensor(rows)
@@ -99,7 +91,7 @@ print(json.dumps([names, model.max_seq_length, model[1].pooling_mode, model.enco
         few = tmp_path / "few.txt"
         few.write_text("\n\n".join(text[:300] for text in package_text()[:8]))
         command = ["convert", source, *options, "--calibration", str(few), "--out", str(tmp_path / "cut"), "--json"]
-        python("from rankattn_cli.main import main; main()", *command)
+        run_code("from rankattn_cli.main import main; main()", *command)
         cut = self.check(tmp_path / "cut", source, texts)
         original = self.by_hand(source, texts)
         assert cosine < (cut * original).sum(-1).min() and (cut * original).sum(-1).max() < 0.9999

@@ -1,14 +1,11 @@
 """Rank metrics in the log of a training run: where they go, and that training does not feel them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from testing_common import BERT
+from testing_common import BERT, TORCHRUN, run_python
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -141,11 +138,8 @@ def test_a_run_without_a_usable_batch_warns(tmp_path, monkeypatch, caplog):
 def run_sharded():
     """What each of two processes saw; they are stopped if they wait for each other."""
     worker = str(Path(__file__).parent / "worker_sharded.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*torchrun, worker], capture_output=True, text=True, timeout=100, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    printed = run_python(*TORCHRUN, worker, timeout=100).stdout
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def test_processes_with_a_sharded_model_measure_together_or_not_at_all():

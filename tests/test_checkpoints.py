@@ -68,6 +68,8 @@ class TestFolders:
         (folder / WEIGHTS).unlink()
         with pytest.raises(ValueError, match="names 'w.bin' as weights. Only safetensors files inside the checkpoint"):
             LOADERS[loader](folder)
+        with pytest.raises(ValueError, match="names 'w.bin' as weights"):
+            RankBertModel.from_pretrained(folder.parent, subfolder=folder.name)
 
     @pytest.mark.parametrize("absolute", [False, True])
     def test_an_index_that_names_a_file_outside(self, loader, absolute, folder):

@@ -92,13 +92,6 @@ class TestBadInput:
         model = family.rank("Model").from_pretrained(tmp_path, qk_rank=3, ignore_mismatched_sizes=True)
         assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).last_hidden_state).all()
 
-    def test_a_pickled_checkpoint_is_not_read(self, family, tmp_path):
-        model = family.rank("Model")(family.rank_config())
-        model.config.save_pretrained(tmp_path)
-        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-        with pytest.raises(OSError, match="safetensors"):
-            family.rank("Model").from_pretrained(tmp_path)
-
     def test_a_config_spoilt_after_its_making_builds_nothing(self, family):
         config = family.rank_config(qk_rank=4)
         config.qk_rank = 0

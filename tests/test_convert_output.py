@@ -200,9 +200,8 @@ class TestOutput:
         line = refusal(capsys, source, "--qk-rank", 2, "--calibration", texts, "--out", tmp_path / "x")
         assert "unknown to the tokenizer" in line and "--calibration none" in line and "--random-inputs" not in line
 
-    def test_an_adapter_is_refused(self, tmp_path, minilm, capsys):
+    def test_an_adapter_is_refused_in_a_stream_too(self, tmp_path, minilm, capsys):
         source = save_tiny(tmp_path / "tiny", minilm)
         (Path(source) / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-        for more in ([], ["--stream"]):
-            line = refusal(capsys, source, "--qk-rank", 2, "--out", tmp_path / "x", *more)
-            assert "PEFT adapter" in line and "merge_and_unload" in line
+        line = refusal(capsys, source, "--qk-rank", 2, "--out", tmp_path / "x", "--stream")
+        assert "PEFT adapter" in line and "merge_and_unload" in line

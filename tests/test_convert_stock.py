@@ -13,6 +13,7 @@ import torch
 import transformers
 from PIL import Image
 from scipy.io import wavfile
+from testing_common import run_code
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -155,8 +156,7 @@ class TestWidths:
             "assert torch.equal(found[mask], saved['states']);"
             "assert not any(name.startswith('hf_rankattn') for name in sys.modules)"
         )
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        run_code(code, cwd=tmp_path)
 
 
 def test_values_of_vit_reach_the_optimum():
@@ -326,10 +326,7 @@ class TestCommand:
             widths = ["--qk-rank", "4", "--v-head-dim", "4", "--calibration", inputs]
             narrow = f"narrow-{kind.model_type}"
             commands.append(["convert", kind.model_type, *widths, *judged, "--out", narrow, "--json"])
-        arguments = [sys.executable, "-c", SEVERAL, json.dumps(commands)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(arguments, cwd=data, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        done = run_code(SEVERAL, json.dumps(commands), cwd=data)
         for kind, told in zip(KINDS, json.loads(done.stdout), strict=True):
             name, narrow = kind.model_type, data / f"narrow-{kind.model_type}"
             assert told["damage"] and told["calibrated_on"].startswith("4 "), name

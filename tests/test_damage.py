@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from testing_common import BERT, ELECTRA, TASK_IDS, TASKS, XLNET
-from transformers import AutoTokenizer
 
 from hf_rankattn import convert_rank
 from hf_rankattn.convert.damage import Judge, latency, logit_error
@@ -21,11 +20,6 @@ LEADING = {
 }
 LABELLED = ("ForNextSentencePrediction", "ForSequenceClassification", "ForTokenClassification")
 LEADING |= dict.fromkeys(LABELLED, "label_agreement") | {"DoubleHeadsModel": "nearest_text_agreement"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(minilm):
-    return AutoTokenizer.from_pretrained(minilm)
 
 
 def sharp(family, suffix, **fields):

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from testing_common import CAMEMBERT, FAMILIES, XLM_ROBERTA, XLNET
+from testing_common import CAMEMBERT, FAMILIES, XLM_ROBERTA, XLNET, run_code
 from testing_folders import LENGTH, NARROW, checkpoint_folder
 from transformers import AutoModel, AutoTokenizer
 
@@ -43,15 +41,7 @@ IDS = [f"{'Rank' if rank else ''}{family.name}" for family, rank in MODELS]
 
 def run(code: str, *arguments: object, folder: Path):
     """The JSON that a process prints, run in `folder`."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(SEARCH_PATH)},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_code(code, *arguments, cwd=folder, PYTHONPATH=os.pathsep.join(SEARCH_PATH))
     assert "Traceback" not in done.stderr
     return json.loads(done.stdout)
 

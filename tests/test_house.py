@@ -8,6 +8,8 @@ import tomllib
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+import yaml
+
 import hf_rankattn
 
 
@@ -28,7 +30,7 @@ def other_packages(path: Path) -> set[str]:
 def test_what_is_imported_is_declared():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["slurm"], *extras["experiments"]]
+    declared = [*project["dependencies"], *extras["slurm"], *extras["experiments"], *extras["space"]]
     # an example for users of that library, which the tests run
     declared += [line for line in extras["test"] if line.startswith("sentence-transformers")]
     names = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in declared}
@@ -64,5 +66,9 @@ def test_importing_the_package_loads_nothing_heavy():
     assert set(ast.literal_eval(ours)) <= set(ast.literal_eval(stock))
 
 
-def test_the_version_is_the_installed_one():
+def test_the_version_is_the_same_everywhere():
     assert hf_rankattn.__version__ == version("hf_rankattn")
+    citation = yaml.safe_load((Path(__file__).parent.parent / "CITATION.cff").read_text())
+    changes = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+    assert citation["version"] == hf_rankattn.__version__
+    assert f"## [{citation['version']}] - {citation['date-released']}\n" in changes

@@ -1,12 +1,10 @@
 """A limit in the weights of a model, from Python and from the command line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from testing_common import ALBERT, BERT, FAMILIES, XLNET, small_bert, tiny_inputs
+from testing_common import ALBERT, BERT, FAMILIES, XLNET, run_python, small_bert, tiny_inputs
 from testing_folders import checkpoint_folder
 from transformers import AutoModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 from typer.testing import CliRunner
@@ -69,9 +67,8 @@ def test_the_command_writes_a_checkpoint(tmp_path):
     with limit_rank(model, 2, 3, calibration=batch) as limit:
         limited = states(model, batch)
         limit.save_pretrained(tmp_path / "limit")
-    command = [sys.executable, "-m", "hf_rankattn", "convert", "model", "--limit", "limit", "--out", "narrow"]
-    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = "-m hf_rankattn convert model --limit limit --out narrow --json".split()
+    done = run_python(*command, cwd=tmp_path)
     assert json.loads(done.stdout)["model_class"].startswith("RankBert")
     assert torch.allclose(states(AutoModel.from_pretrained(tmp_path / "narrow").eval(), batch), limited, atol=1e-5)
 

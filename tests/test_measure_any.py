@@ -1,16 +1,14 @@
 """`rankattn measure` on checkpoints without a row in the table of architectures: folders on disk, a new process, an oracle."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from testing_common import run_python
 from testing_pages import check_page
 from testing_probe import run as run_command
 from testing_probe import small
@@ -39,14 +37,7 @@ QUESTIONS = {"inputs", "collapse", "attention", "logits", "weights"}
 
 def measured(*arguments):
     """What a new process prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_rankattn", "measure", *map(str, arguments), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "hf_rankattn", "measure", *arguments, "--json")
     assert "Traceback" not in done.stderr
     return json.loads(done.stdout)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from testing_probe import run as run_command
 from testing_probe import small
-from transformers import AutoTokenizer, T5Config, T5Model
+from transformers import T5Config, T5Model
 
 from hf_rankattn import package_text
 from hf_rankattn.report.results import read_survey, survey_section
@@ -25,11 +25,6 @@ def make(kind, folder, tokenizer):
     small(kind, hidden=32, layers=2, inner=48, vocabulary=30522, **fields).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(minilm):
-    return AutoTokenizer.from_pretrained(minilm)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from testing_pages import check_page
 from testing_probe import run, small
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -278,11 +277,6 @@ def test_a_model_off_the_interface_is_refused():
     model = XLNetModel(XLNetConfig(vocab_size=50, d_model=16, n_layer=2, n_head=2, d_inner=16)).eval()
     with pytest.raises(ValueError, match="interface"):
         measure_need(model, ids(), calibration=ids(seed=1))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(minilm):
-    return AutoTokenizer.from_pretrained(minilm)
 
 
 QUICK = ("--examples", "3", "--length", "16", "--widths", "2,6")

@@ -16,7 +16,6 @@ from hf_rankattn import (
     measure_weights,
     spectral_metrics,
 )
-from hf_rankattn.measure import composite_norm, residual
 
 
 IDS = torch.arange(1, 9)[None]
@@ -122,53 +121,6 @@ class TestCollapse:
             table = measure_collapse(model, {"input_ids": ids})
             assert len(mean_curve(table, "san+skip")) == 4
             assert mean_curve(table, "san")[-1] < 0.5 * mean_curve(table, "san+skip")[-1]
-
-
-def slope(layer, width=64):
-    """How the residual of one layer grows with that of its input, on a logarithmic scale."""
-    shared = torch.randn(width, dtype=torch.float64)
-    noise = torch.randn(1, 20, width, dtype=torch.float64)
-    sizes = torch.tensor([0.03, 0.003], dtype=torch.float64)
-    with torch.no_grad():
-        left = torch.stack([composite_norm(residual(layer(shared + size * noise)))[0] for size in sizes])
-    return (left[0] / left[1]).log().item() / (sizes[0] / sizes[1]).log().item()
-
-
-class TestTheExponent:
-    def bert(self, **fields):
-        config = BERT.stock("Config")(
-            hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64, **fields
-        )
-        return BERT.stock("Model")(config).double().eval()
-
-    @pytest.mark.parametrize("skip, causal, expected", [(False, False, 3), (True, False, 1), (False, True, 1)])
-    def test_attention_alone_is_cubic_and_a_skip_or_a_causal_mask_makes_it_linear(self, skip, causal, expected):
-        model = self.bert(is_decoder=causal)
-        layer = model.encoder.layer[0]
-        for weight in layer.parameters():
-            torch.nn.init.normal_(weight, std=0.2)
-        mask = torch.full((20, 20), -torch.inf, dtype=torch.float64).triu(1)[None, None] if causal else None
-        with ablate(model, attention_skip=not skip, mlp=True, norm=True):
-            assert slope(lambda x: layer(x, attention_mask=mask)) == pytest.approx(expected, abs=0.02)
-
-    @pytest.mark.parametrize("positions, expected, tolerance", [(True, 1, 0.05), (False, 3, 0.02)])
-    def test_relative_positions_make_it_linear(self, positions, expected, tolerance):
-        config = XLNET.stock("Config")(d_model=64, n_head=4, n_layer=1, d_inner=64, vocab_size=10)
-        model = XLNET.stock("Model")(config).double().eval()
-        for weight in model.layer[0].parameters():
-            torch.nn.init.normal_(weight, std=0.2)
-        attention = model.layer[0].rel_attn
-        with torch.no_grad():
-            if not positions:
-                attention.r.zero_()
-            distances = model.relative_positional_encoding(20, 20, bsz=1).double()
-
-        def layer(states):
-            output = model.layer[0](states.transpose(0, 1), None, None, None, r=distances, seg_mat=None)
-            return output[0].transpose(0, 1)
-
-        with ablate(model, attention_skip=True, mlp=True, norm=True):
-            assert slope(layer) == pytest.approx(expected, abs=tolerance)
 
 
 class TestAttention:

@@ -264,9 +264,10 @@ class TestBadInput:
             model(tokens, past_key_values=cache)
         with pytest.raises(ValueError, match="not limited any more.*attach"), torch.no_grad():
             model(tokens, past_key_values=cache)
-        with limit_rank(model, 3, 6, calibration=batch), torch.no_grad():
-            with pytest.raises(ValueError, match="another limit in layer 0.*make a cache for each limit"):
-                model(tokens, past_key_values=cache)
+        for rank, other in ((3, batch), (4, {"input_ids": batch["input_ids"].flip(1)})):
+            with limit_rank(model, rank, 6, calibration=other), torch.no_grad():
+                with pytest.raises(ValueError, match="another limit in layer 0.*make a cache for each limit"):
+                    model(tokens, past_key_values=cache)
 
     def test_layers_that_are_no_plain_keys_and_values(self):
         model, batch, reason = small_and_running("deepseek_v32")

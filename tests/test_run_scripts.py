@@ -19,13 +19,12 @@ import torch
 from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from testing_common import FAMILIES, FAMILY_IDS
+from testing_common import FAMILIES, FAMILY_IDS, TORCHRUN
 from transformers import BertModel
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORKER = str(Path(__file__).parent / "worker_scripts.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 # ten steps, of which the third pass over small data, a warm-up and checkpoints before and after the middle are part
 COMMON = {"steps": 10, "batch_size": 16, "log_every": 1, "save_every": 4, "learning_rate": 5e-3, "warmup": 0.2}
 POINTS = {"task": "nearest_neighbor", "dim": 4, "num_points": 2, "num_eval_examples": 45}

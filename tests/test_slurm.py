@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from slurm_node import SlurmNode, SlurmNotAvailable, slurm_node
+from test_experiments import assert_same
 from testing_common import hear_interrupts
 from worker_slurm import SAVE_EVERY, run_slowly
 
@@ -25,7 +26,6 @@ from hf_rankattn.papers.sweep.results import ResultFolder
 
 
 pytestmark = pytest.mark.slow
-TIMES = ["wall_seconds", "cpu_seconds", "finished"]
 TINY = {"dim": 8, "num_points": 4, "layers": 1, "heads": 1, "rank": 8, "intermediate": 16, "batch_size": 16}
 
 
@@ -94,10 +94,6 @@ def in_background(function) -> tuple[threading.Thread, list[BaseException]]:
 @pytest.fixture(scope="module")
 def local_table(tmp_path_factory) -> pd.DataFrame:
     return reproduce("random-features", tmp_path_factory.mktemp("local"), scale="smoke", workers=0).table
-
-
-def assert_same(table: pd.DataFrame, local_table: pd.DataFrame) -> None:
-    pd.testing.assert_frame_equal(table.drop(columns=TIMES), local_table.drop(columns=TIMES), check_exact=True)
 
 
 def test_the_cluster_gives_the_table_of_this_machine(node, earlier, tmp_path, monkeypatch, capfd, local_table):

@@ -11,14 +11,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from transformers import AutoConfig, AutoModel
 
-from hf_rankattn import (
-    ablate,
-    measure_attention,
-    measure_collapse,
-    measure_logits,
-    measure_weights,
-    relative_residual,
-)
+from hf_rankattn import ablate, measure_attention, measure_collapse, measure_logits, measure_weights, relative_residual
 from hf_rankattn.families.architectures import attending_layers, base_of, layers_of
 from hf_rankattn.families.structure import choosing_tower, towers_of
 from hf_rankattn.measure import spectral_metrics

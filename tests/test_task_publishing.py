@@ -1,9 +1,6 @@
 """`rankattn make-data`: Parquet and a card that datasets reads alone, from a folder and from the Hub."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,7 @@ from datasets import load_dataset
 from hub_stand_in import HubStandIn
 from huggingface_hub import DatasetCard
 from test_sharing import BLOCKER
-from testing_common import run_code
+from testing_common import run_code, run_python
 from testing_probe import run
 
 from hf_rankattn.tasks import _publishing, baselines, make_data, task_builder
@@ -134,9 +131,7 @@ class TestCommand:
     def test_no_home_is_needed(self, tmp_path):
         command = "-m hf_rankattn make-data sorting --num-examples 5 --out".split()
         nowhere = {"HOME": "/dev/null", "HF_HOME": "/dev/null/hf", "HF_DATASETS_CACHE": "/dev/null/datasets"}
-        command = [sys.executable, *command, str(tmp_path / "made")]
-        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **nowhere})
-        assert result.returncode == 0, result.stderr[-2000:]
+        run_python(*command, tmp_path / "made", **nowhere)
         assert list((tmp_path / "made").rglob("train-*.parquet"))
 
     def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, capsys):

@@ -1,15 +1,13 @@
 """Rank models in the hands of Trainer, Accelerate, torch.compile, autocast and pipelines."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from testing_common import BERT, FAMILIES, FAMILY_IDS, XLNET, attention_modules, tiny_inputs
+from testing_common import BERT, FAMILIES, FAMILY_IDS, TORCHRUN, XLNET, attention_modules, run_python, tiny_inputs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
@@ -117,17 +115,10 @@ def test_accumulated_steps_are_one_batch(accumulate, tmp_path):
     assert trainer.train().training_loss == pytest.approx(expected, rel=1e-4)
 
 
-def run_worker(command: list[str]) -> list[float]:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.strip().splitlines()[-1])
-
-
 def test_two_processes_give_the_losses_of_one():
     worker = str(Path(__file__).parent / "worker_accelerate.py")
-    one = run_worker([sys.executable, worker, "1"])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    two = run_worker([*torchrun, worker, "2"])
+    ended = run_python(worker, 1), run_python(*TORCHRUN, worker, 2)
+    one, two = (json.loads(done.stdout.strip().splitlines()[-1]) for done in ended)
     assert len(one) == len(two) == 16
     np.testing.assert_allclose(one, two, atol=1e-5)
     assert one[-1] != one[0]

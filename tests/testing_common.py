@@ -186,12 +186,20 @@ def small_bert(layers, heads, hidden=24, **fields):
     return shaken(transformers.BertModel(config, add_pooling_layer=False))
 
 
-def run_code(code: str, *arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
-    """Run Python code in a process of its own, which must end without an error."""
-    command, text = [sys.executable, "-c", code, *arguments], {"text": True, "stdin": subprocess.DEVNULL}
-    done = subprocess.run(command, capture_output=True, env={**os.environ, **env}, cwd=cwd, timeout=300, **text)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def run_python(*arguments: object, cwd: Path | None = None, timeout: float = 300, **env: str):
+    """Run `python ARGUMENTS` in a process of its own, with one thread, which must end without an error."""
+    options = {"env": {**os.environ, "OMP_NUM_THREADS": "1", **env}, "cwd": cwd, "timeout": timeout}
+    options |= {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run([sys.executable, *map(str, arguments)], **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def run_code(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+    return run_python("-c", code, *arguments, **options)
 
 
 def hear_interrupts() -> None:

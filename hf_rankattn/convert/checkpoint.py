@@ -16,15 +16,7 @@ from transformers.utils import logging
 
 from ..families.slots import entries_of, family_of_type
 from ..files.atomic import fresh_folder
-from ..files.batches import (
-    BATCH,
-    EndlessBatches,
-    UnfitTokenizer,
-    check_tokens,
-    longest,
-    main_input,
-    random_batches,
-)
+from ..files.batches import BATCH, EndlessBatches, UnfitTokenizer, check_tokens, longest, main_input, random_batches
 from ..files.batches import padded_batches as text_batches
 from ..files.checkpoints import (
     NoTokenizer,

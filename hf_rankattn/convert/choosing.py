@@ -13,7 +13,8 @@ from .building import empty_model, fill
 from .by_damage import LastStates, damage_curve, ranks_for_damage, tried_ranks
 from .factors import best_factors
 from .gathering import gathered, gathered_values, written_errors
-from .part import Part, Widths
+from .moments import MixedMoments
+from .part import Part, Roots, Widths
 from .ranks import ranks_for_budget, ranks_for_energy
 
 
@@ -39,10 +40,7 @@ def chosen_widths(
     energy, mean_rank, ranks = budget["energy"], budget["mean_rank"], budget["ranks"]
     old = old_widths(parts)
     free = free_kinds(given)
-    columns = [
-        [width[kind] for width in old] if asked in (None, "auto") else spread(KINDS[kind], asked, len(old))
-        for kind, asked in enumerate(given)
-    ]
+    columns = asked_widths(given, old)
     if mean_rank is not None and (ranks == "damage" or 1 in free):
         if calibration is None:
             raise ValueError(
@@ -69,6 +67,14 @@ def chosen_widths(
 
 def old_widths(parts: Sequence[Part]) -> list[Widths]:
     return [widths for _, widths in sorted({part.entry: part.old for part in reversed(parts)}.items())]
+
+
+def asked_widths(given: Sequence, old: Sequence[Widths]) -> list[list[int]]:
+    """The query-key ranks and the value widths that are asked for, and the old ones where they are kept or chosen later."""
+    return [
+        [width[kind] for width in old] if asked in (None, "auto") else spread(KINDS[kind], asked, len(old))
+        for kind, asked in enumerate(given)
+    ]
 
 
 def free_kinds(given: Sequence) -> list[int]:
@@ -107,22 +113,25 @@ def ranks_by_spectra(model, parts, slots, energy, mean_rank, calibration) -> lis
     else:
         moments = gathered(model, parts, slots, calibration)
         roots = [part.seen(found) for part, found in zip(parts, moments, strict=True)]
-    spectra = [
-        (part.entry, best_factors(*root, rank=1).singular * part.scale)
-        for part, root in zip(parts, roots, strict=True)
-    ]
+    spectra = [logit_spectrum(part, root) for part, root in zip(parts, roots, strict=True)]
     return ranks_from_spectra(spectra, [width.rank for width in old_widths(parts)], energy, mean_rank)
 
 
 def widths_by_spectra(model, parts, slots, energy, calibration) -> list[int]:
     """The value width of each layer (of each group) that keeps the share `energy` of what its heads write."""
     mixed = [None] * len(parts) if calibration is None else gathered_values(model, parts, slots, calibration)
-    spectra = [
-        (part.entry, best_factors(*part.values_seen(seen), rank=1).singular)
-        for part, seen in zip(parts, mixed, strict=True)
-    ]
-    chosen = ranks_for_energy(by_entry(spectra), 0.95 if energy is None else energy)
-    return [min(width, old.value) for width, old in zip(chosen, old_widths(parts), strict=True)]
+    spectra = [value_spectrum(part, seen) for part, seen in zip(parts, mixed, strict=True)]
+    return ranks_from_spectra(spectra, [width.value for width in old_widths(parts)], energy, None)
+
+
+def logit_spectrum(part: Part, roots: Roots) -> tuple[int, torch.Tensor]:
+    """The entry of a block, and the singular values of its logits."""
+    return part.entry, best_factors(*roots, rank=1).singular * part.scale
+
+
+def value_spectrum(part: Part, mixed: MixedMoments | None) -> tuple[int, torch.Tensor]:
+    """The entry of a block, and the singular values of what its heads write."""
+    return part.entry, best_factors(*part.values_seen(mixed), rank=1).singular
 
 
 def errors_in_stream(model, family, parts, slots, calibration) -> dict[tuple[int, int], dict[int, float]]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from ..families.architectures import base_of
-from ..files.running import Inputs, evaluating
+from ..files.running import Inputs, evaluating, training_only
 from .calibration import calibration_batches, real_tokens, same_draws
 
 
@@ -60,6 +61,14 @@ def layer_states(base: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[
     return found
 
 
+def optimizer_and_schedule(weights: list[Any], steps: int, learning_rate: float) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """AdamW for weights or groups of them, with a short warm-up and then a cosine to zero."""
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return optimizer, LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
+    )
+
+
 def of_new_width(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters whose shape is not that of the original: those that read or write queries, keys or values of a new width."""
     shapes = {name: weight.shape for name, weight in teacher.named_parameters()}
@@ -93,38 +102,26 @@ def distil(
                 weight.copy_(wide.get_parameter(name))
         return
     learner, original = base_of(student), base_of(teacher)
-    weights = list(own.values())
-    trainable = {weight: weight.requires_grad for weight in student.parameters()}
-    optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
-    )
+    optimizer, schedule = optimizer_and_schedule(list(own.values()), steps, learning_rate)
     stream = endless(original, batches, seed)
-    with evaluating(teacher), evaluating(student):
-        try:
-            for weight in trainable:
-                weight.requires_grad_(any(weight is own for own in weights))
-            for step in range(steps):
-                batch = next(stream)
+    with evaluating(teacher), evaluating(student), training_only(own.values(), student):
+        for step in range(steps):
+            batch = next(stream)
+            with same_draws():
+                targets = layer_states(original, batch)
+            with torch.enable_grad():
+                floats = {name: x.to(learner.dtype) for name, x in batch.items() if x.is_floating_point()}
                 with same_draws():
-                    targets = layer_states(original, batch)
-                with torch.enable_grad():
-                    floats = {name: x.to(learner.dtype) for name, x in batch.items() if x.is_floating_point()}
-                    with same_draws():
-                        states = layer_states(learner, {**batch, **floats})
-                    triples = zip(states, targets, strict=True)
-                    loss = sum(state_loss(ours, theirs, real) for (ours, _), (theirs, real) in triples)
-                    if not bool(torch.isfinite(loss)):  # type: ignore[arg-type]
-                        raise ValueError(
-                            f"the loss of distillation is not finite at step {step + 1}: on the batches of texts the states of "
-                            "the model are NaN, Inf or all zero. Use float32 or bfloat16, or leave `distil_steps` out."
-                        )
-                    optimizer.zero_grad()
-                    loss.backward()  # type: ignore[union-attr]
-                optimizer.step()
-                schedule.step()
-                progress(step + 1)
-        finally:
-            for weight, flag in trainable.items():
-                weight.requires_grad_(flag)
-                weight.grad = None
+                    states = layer_states(learner, {**batch, **floats})
+                triples = zip(states, targets, strict=True)
+                loss = sum(state_loss(ours, theirs, real) for (ours, _), (theirs, real) in triples)
+                if not bool(torch.isfinite(loss)):  # type: ignore[arg-type]
+                    raise ValueError(
+                        f"the loss of distillation is not finite at step {step + 1}: on the batches of texts the states of "
+                        "the model are NaN, Inf or all zero. Use float32 or bfloat16, or leave `distil_steps` out."
+                    )
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            schedule.step()
+            progress(step + 1)

@@ -1,8 +1,8 @@
 """Passes over the calibration batches: the moments of attention blocks, and the errors of candidates for them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,7 @@ class Finished(Exception):
     """Ends a forward pass when all blocks have been seen."""
 
 
-@contextmanager
-def seeing_inputs(part: Part, block: nn.Module, receive: Callable[..., None]) -> Iterator[None]:
+def see_inputs(part: Part, block: nn.Module, receive: Callable[..., None], stack: ExitStack) -> None:
     """Calls `receive` with what queries and keys are made from: the states of both, or XLNet's `h`, `r` and `seg_mat`."""
     heads = part.heads
     if not isinstance(heads, LinearHeads):
@@ -38,40 +37,25 @@ def seeing_inputs(part: Part, block: nn.Module, receive: Callable[..., None]) ->
             given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
             receive(given["h"], given["r"], given["seg_mat"])
 
-        hooks = [block.register_forward_pre_hook(relative, with_kwargs=True)]
-    else:
-        seen: list[torch.Tensor] = []
+        stack.callback(block.register_forward_pre_hook(relative, with_kwargs=True).remove)
+        return
+    seen: list[torch.Tensor] = []
+    names = [heads.fused] if isinstance(heads, FusedHeads) else [heads.paths[kind] for kind in ("query", "key")]
+    *asking, asked = (block.get_submodule(name) for name in names)
+    for module in asking:
+        stack.callback(module.register_forward_pre_hook(lambda _, args: seen.append(args[0])).remove)
 
-        def asking(module, args):
-            seen.append(args[0])
+    def meet(module, args):
+        receive(seen.pop() if seen else args[0], args[0])
 
-        def asked(module, args):
-            receive(seen.pop() if seen else args[0], args[0])
-
-        names = [heads.fused] if isinstance(heads, FusedHeads) else [heads.paths[kind] for kind in ("query", "key")]
-        modules = [block.get_submodule(name) for name in names]
-        hooks = [modules[-1].register_forward_pre_hook(asked)]
-        hooks += [module.register_forward_pre_hook(asking) for module in modules[:-1]]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    stack.callback(asked.register_forward_pre_hook(meet).remove)
 
 
-@contextmanager
-def seeing_mixed(part: Part, block: Any, receive: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def see_mixed(part: Part, block: Any, receive: Callable[[torch.Tensor], None], stack: ExitStack) -> None:
     """Calls `receive` with the values (batch, n, heads * v) that attention has mixed, before the output projection."""
     if isinstance(part.heads, LinearHeads):
-
-        def enter(module, args):
-            receive(args[0])
-
-        hook = block.get_submodule(part.heads.paths["output"]).register_forward_pre_hook(enter)
-        try:
-            yield
-        finally:
-            hook.remove()
+        output = block.get_submodule(part.heads.paths["output"])
+        stack.callback(output.register_forward_pre_hook(lambda _, args: receive(args[0])).remove)
         return
     after = block.post_attention
 
@@ -80,10 +64,7 @@ def seeing_mixed(part: Part, block: Any, receive: Callable[[torch.Tensor], None]
         return after(states, mixed, *args, **kwargs)
 
     block.post_attention = post_attention  # XLNet has no module there
-    try:
-        yield
-    finally:
-        del block.post_attention
+    stack.callback(delattr, block, "post_attention")
 
 
 def walk(model: PreTrainedModel, slots: Sequence[Slot], calibration: Inputs, watch: Watch) -> None:
@@ -130,7 +111,7 @@ def gathered(
     def watch(batch: Batch, stack: ExitStack, done: Callable[[], None]) -> None:
         for moments, part, slot in zip(found, parts, slots, strict=True):
             add = moments.add_linear if isinstance(part.heads, LinearHeads) else moments.add_relative
-            stack.enter_context(seeing_inputs(part, slot.module, adding(add, batch, done)))
+            see_inputs(part, slot.module, adding(add, batch, done), stack)
 
     walk(model, slots, calibration, watch)
     return [moments.finish() for moments in found]
@@ -147,7 +128,7 @@ def gathered_values(
 
     def watch(batch: Batch, stack: ExitStack, done: Callable[[], None]) -> None:
         for moments, part, slot in zip(found, parts, slots, strict=True):
-            stack.enter_context(seeing_mixed(part, slot.module, adding(moments.add, batch, done)))
+            see_mixed(part, slot.module, adding(moments.add, batch, done), stack)
 
     walk(model, slots, calibration, watch)
     return [moments.finish() for moments in found]
@@ -189,7 +170,7 @@ def written_errors(
 
     def watch(batch: Batch, stack: ExitStack, done: Callable[[], None]) -> None:
         for part, slot, narrow, losses, written in zip(parts, slots, changed, lost, found, strict=True):
-            stack.enter_context(comparing(part, slot, batch, narrow, losses, written, done))
+            compare(part, slot, batch, narrow, losses, written, done, stack)
 
     walk(model, slots, calibration, watch)
     return found
@@ -200,8 +181,7 @@ def joined(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1).flatten(1)
 
 
-@contextmanager
-def comparing(
+def compare(
     part: Part,
     slot: Slot,
     batch: Batch,
@@ -209,7 +189,8 @@ def comparing(
     losses: dict[int, torch.Tensor],
     written: Written,
     done: Callable[[], None],
-) -> Iterator[None]:
+    stack: ExitStack,
+) -> None:
     """Runs the block again with the tensors of each rank of `narrow`, and adds the errors of what it writes to `written`."""
     seen: list[torch.Tensor] = []
     running = False
@@ -238,9 +219,5 @@ def comparing(
             running = False
         done()
 
-    with seeing_mixed(part, slot.module, seen.append):
-        hook = slot.module.register_forward_hook(again, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
+    see_mixed(part, slot.module, seen.append, stack)
+    stack.callback(slot.module.register_forward_hook(again, with_kwargs=True).remove)

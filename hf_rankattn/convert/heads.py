@@ -112,11 +112,6 @@ class LinearHeads:
         keys = self.extended(tensors, "key", torch.zeros_like(fresh))
         return {**tensors, **self.extended(tensors, "query", fresh), **keys}
 
-    def padded(self, tensors: Tensors, num_heads: int, more: int) -> Tensors:
-        """The same logits with `more` dimensions of zeros in queries and keys."""
-        zeros = tensors["query.weight"].new_zeros(num_heads, self.hidden_size(tensors), more)
-        return self.widen(tensors, zeros)
-
     def widen_values(self, tensors: Tensors, fresh: torch.Tensor) -> Tensors:
         """The same output at a larger width: new values are `fresh` (heads, d, more), and nothing reads them."""
         output = pad(tensors["output.weight"].unflatten(1, (len(fresh), -1)), (0, fresh.shape[2])).flatten(1)
@@ -222,10 +217,6 @@ class RelativeHeads:
         widened = {name: tensor if name in ("v", "o") else pad(tensor, (0, more)) for name, tensor in tensors.items()}
         widened["q"][..., -more:] = fresh.transpose(0, 1).to(widened["q"])
         return widened
-
-    def padded(self, tensors: Tensors, num_heads: int, more: int) -> Tensors:
-        """The same logits with `more` dimensions of zeros in queries and keys."""
-        return self.widen(tensors, tensors["q"].new_zeros(num_heads, self.hidden_size(tensors), more))
 
     def widen_values(self, tensors: Tensors, fresh: torch.Tensor) -> Tensors:
         """The same output at a larger width: new values are `fresh` (heads, d, more), and nothing reads them."""

@@ -160,15 +160,10 @@ def results_of(outcome: Outcome, hub_name: str, judged: Judged | None) -> list[E
         for metric, value in outcome.damage.items():
             measured = {**of, "metric_type": metric, "metric_name": describe(metric)}
             rows.append(EvalResult(**measured, metric_value=round(value, 4)))
-    kept = {
-        "energy_kept": ("logits", "query-key logits", "logit energy", [at.energy_kept for at in outcome.layers]),
-        "value_energy_kept": (
-            *("values", "mixed values", "the energy of what heads write"),
-            [at.value_energy_kept for at in outcome.layers],
-        ),
-    }
-    if all(at.v_head_dim >= at.old_v_head_dim for at in outcome.layers):
-        del kept["value_energy_kept"]
+    kept = {"energy_kept": ("logits", "query-key logits", "logit energy", [at.energy_kept for at in outcome.layers])}
+    if any(at.v_head_dim < at.old_v_head_dim for at in outcome.layers):
+        shares = [at.value_energy_kept for at in outcome.layers]
+        kept["value_energy_kept"] = ("values", "mixed values", "the energy of what heads write", shares)
     for metric, (data, source, what, shares) in kept.items():
         rows.append(
             EvalResult(

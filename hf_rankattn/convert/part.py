@@ -145,4 +145,8 @@ class Part:
     def in_old_place(self, tensors: Tensors) -> Tensors:
         """Narrower queries and keys in a block of the old widths: the dimensions that they lost are zero."""
         more = self.old.rank - self.heads.rank_of(tensors, self.num_heads)
-        return self.heads.write(self.heads.padded(tensors, self.num_heads, more) if more else tensors)
+        if more:
+            like = next(iter(tensors.values()))
+            zeros = like.new_zeros(self.num_heads, self.heads.hidden_size(tensors), more)
+            tensors = self.heads.widen(tensors, zeros)
+        return self.heads.write(tensors)

@@ -19,12 +19,11 @@ from ..families.slots import entries_of, family_of_type, weight_names
 from ..files.atomic import is_own_file
 from ..files.checkpoints import check_shard_names
 from .building import narrowed_config
-from .choosing import by_entry, old_widths, ranks_from_spectra, spread
+from .choosing import asked_widths, logit_spectrum, old_widths, ranks_from_spectra, value_spectrum
 from .conversion import LayerReport, refuse_qk_norm, reports, say_widening
-from .factors import best_factors
 from .heads import Tensors, heads_of
 from .part import Part, Widths
-from .ranks import check_request, ranks_for_energy
+from .ranks import check_request
 
 
 logger = logging.get_logger(__name__)
@@ -216,7 +215,7 @@ def convert_shards(
             "`mean_rank` for values compares errors on texts, and a streamed conversion runs no model: use `energy`."
         )
     checkpoint = Checkpoint(source, family, config)
-    widths, light = planned(checkpoint, qk_rank, v_head_dim, energy, mean_rank)
+    widths, light = planned(checkpoint, (qk_rank, v_head_dim), energy, mean_rank)
     say_widening(light, widths)
     layers, total, weight_map = checkpoint.layers(), 0, {}
     shares: dict[str, tuple[float, float]] = {}
@@ -241,25 +240,20 @@ def convert_shards(
     return new, reports(light, widths, [shares[module] for module in modules], [sizes[module] for module in modules])
 
 
-def planned(checkpoint: Checkpoint, qk_rank, v_head_dim, energy, mean_rank) -> tuple[list[Widths], list[Part]]:
+def planned(checkpoint: Checkpoint, given: tuple, energy, mean_rank) -> tuple[list[Widths], list[Part]]:
     """The widths of every layer, and all parts without their weights."""
     light, logits, values = [], [], []
     for module in checkpoint.modules:
         part = checkpoint.part(module)
-        if qk_rank == "auto":
-            logits.append((part.entry, best_factors(*part.weights_alone(), 1).singular * part.scale))
-        if v_head_dim == "auto":
-            values.append((part.entry, best_factors(*part.values_seen(None), 1).singular))
+        if given[0] == "auto":
+            logits.append(logit_spectrum(part, part.weights_alone()))
+        if given[1] == "auto":
+            values.append(value_spectrum(part, None))
         part.tensors = {}
         light.append(part)
-    old = old_widths(light)
-    columns: list[list[int]] = [[width[kind] for width in old] for kind in (0, 1)]
-    if qk_rank == "auto":
+    columns = asked_widths(given, old_widths(light))
+    if logits:
         columns[0] = ranks_from_spectra(logits, columns[0], energy, mean_rank)
-    elif qk_rank is not None:
-        columns[0] = spread("qk_rank", qk_rank, len(old))
-    if v_head_dim == "auto":
-        columns[1] = ranks_for_energy(by_entry(values), energy or 0.95)
-    elif v_head_dim is not None:
-        columns[1] = spread("v_head_dim", v_head_dim, len(old))
+    if values:
+        columns[1] = ranks_from_spectra(values, columns[1], energy, None)
     return [Widths(*pair) for pair in zip(*columns, strict=True)], light

@@ -316,9 +316,8 @@ class FollowedLayer:
         mark = mark_of(args[0]) if args else None
         if self.stream is None or mark is None or mark.kind not in STREAM or "mlp" not in self.stream.removed:
             return None
-        one = args[0].narrow(
-            min(self.positions, args[0].ndim - 2), 0, 1
-        )  # its output is broadcast in the sum, which is not used
+        # the output of one token is broadcast in the sum, which is not used
+        one = args[0].narrow(min(self.positions, args[0].ndim - 2), 0, 1)
         put_mark(one, mark)
         return (one, *args[1:])
 

@@ -1,4 +1,4 @@
-"""Atomic writes: a folder or a file is written whole, or not at all."""
+"""Atomic writes: a folder or a file is written whole, or not at all; and folders that one process at a time may fill."""
 
 import os
 import platform
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 
@@ -25,6 +26,9 @@ logger = logging.get_logger(__name__)
 MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 LEFTOVER = f".{MACHINE}.rankattn-unfinished"  # a new result that is being written
 REPLACED = f".{MACHINE}.rankattn-replaced"  # holds the old result while the new one takes its name
+# names of the temporary files of `staged`, which a killed process leaves
+UNFINISHED = re.compile(r"\..+(\.\w+)-[0-9a-f]{8}\1")
+LOCK = ".lock"
 
 
 def is_own_file(path: Path, folder: Path) -> bool:
@@ -166,6 +170,32 @@ def staged(path: Path) -> Iterator[Path]:
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with staged(path) as staging:
+        staging.write_text(text, encoding="utf-8", newline="")
+
+
+@contextmanager
+def held(folder: Path, busy: str) -> Iterator[None]:
+    """Keep other processes out of a folder of results, or raise a `ValueError` that says `busy`.
+
+    The temporary files that a killed process left in the folder and in its subfolders are deleted.
+    """
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(busy) from None
+    try:
+        for path in (*folder.iterdir(), *folder.glob("*/.*")):
+            if UNFINISHED.fullmatch(path.name):
+                path.unlink()
+        yield
+    finally:
+        lock.release()
 
 
 def readable_by_others(folder: Path) -> None:

@@ -18,15 +18,8 @@ from .texts import dataset_errors, stream_rows
 
 logger = logging.get_logger(__name__)
 # suffixes and formats of images; PIL would run a program for others, such as EPS
-IMAGES = {
-    ".png": "PNG",
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".bmp": "BMP",
-    ".webp": "WEBP",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-}
+IMAGES = {".png": "PNG", ".bmp": "BMP", ".webp": "WEBP"}
+IMAGES |= {".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
 WAVES = {".wav": "WAV"}
 TABLES = (".parquet", ".arrow")
 Entry = tuple[str, Path | io.BytesIO]  # a name for errors, and what to read

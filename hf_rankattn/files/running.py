@@ -1,7 +1,7 @@
 """Running a model: batches are checked and moved to its device, and the model runs in evaluation mode."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -82,6 +82,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@contextmanager
+def training_only(weights: Collection[nn.Parameter], model: nn.Module) -> Iterator[None]:
+    """Within the block these weights, and no others of the model, get gradients, which are dropped at the end."""
+    flags = {weight: weight.requires_grad for weight in (*model.parameters(), *weights)}
+    try:
+        for weight in flags:
+            weight.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight, flag in flags.items():
+            weight.requires_grad_(flag)
+        for weight in weights:
+            weight.grad = None
 
 
 @contextmanager

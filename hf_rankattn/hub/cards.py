@@ -78,16 +78,11 @@ def model_card(
             Whether its folder carries the modules of a sentence-transformers model, which loads it then.
         stock_heads (`HeadGeometry`, *optional*): The heads of a stock model that was cut, whose config does not tell them.
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import RankEncoderConfig, model_card
-
     >>> config = RankEncoderConfig(input_dim=8, num_attention_heads=4, qk_rank=3)
     >>> card = model_card(config, model_class="RankEncoderModel", repo_id="me/encoder")
     >>> card.data.library_name, "qk_rank-3" in card.data.tags
     ('hf_rankattn', True)
-    ```
     """
     stock = stock_heads is not None
     if not stock and not hasattr(config, "head_geometry"):

@@ -43,13 +43,9 @@ def check_entry(entry: EvalResultEntry) -> None:
 def write_eval_results(folder: str | Path, entries: Sequence[EvalResultEntry]) -> list[Path]:
     """Write `entries` to the folder `.eval_results` of a model repository, one file for each dataset.
 
-    Example:
-
-    ```python
     >>> from tempfile import TemporaryDirectory
     >>> from huggingface_hub import EvalResultEntry
     >>> from hf_rankattn.hub.eval_results import write_eval_results
-
     >>> entry = EvalResultEntry(dataset_id="cais/hle", task_id="hle", value=2.5)
     >>> with TemporaryDirectory() as folder:
     ...     print(write_eval_results(folder, [entry])[0].read_text())
@@ -58,7 +54,6 @@ def write_eval_results(folder: str | Path, entries: Sequence[EvalResultEntry]) -
         task_id: hle
       value: 2.5
     <BLANKLINE>
-    ```
     """
     for entry in entries:
         check_entry(entry)

@@ -77,17 +77,12 @@ def export_model(
         overwrite (`bool`, *optional*, defaults to `False`): Whether an existing folder may be replaced.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest weight file.
 
-    Example:
-
-    ```python
     >>> from tempfile import TemporaryDirectory
     >>> from hf_rankattn import RankEncoderConfig, RankEncoderModel, export_model
-
     >>> model = RankEncoderModel(RankEncoderConfig(input_dim=8, num_attention_heads=4, qk_rank=3))
     >>> with TemporaryDirectory() as place:
     ...     sorted(path.name for path in export_model(model, f"{place}/shared").iterdir())
     ['README.md', 'config.json', 'model.safetensors']
-    ```
     """
     check_exportable(model, remote_code)
     with fresh_folder(folder, overwrite, **MODEL_FOLDER) as staging:

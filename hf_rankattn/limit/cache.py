@@ -37,13 +37,9 @@ class RankCache(Cache):
     of the key heads of a layer differ, its keys are stored without the zeros behind the smaller ones. Models that cache a latent
     in the place of keys and values, such as DeepSeek-V3, cache the same latent here.
 
-    Example:
-
-    ```python
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from hf_rankattn import RankCache, limit_rank
-
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50)).eval()
     >>> batch = {"input_ids": torch.randint(50, (2, 16))}
@@ -52,7 +48,6 @@ class RankCache(Cache):
     ...     found = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, past_key_values=cache)
     >>> found.shape, cache.nbytes == 2 * 2 * 2 * 18 * (4 + 6) * 4  # layers, texts, key heads, tokens, widths, bytes
     (torch.Size([2, 19]), True)
-    ```
     """
 
     def __init__(self, model: PreTrainedModel, max_cache_len: int | None = None, offloading: bool = False):

@@ -1,23 +1,19 @@
 """A folder of measurements: one small file for each, written whole or not at all, and used again under the same settings."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from transformers.utils import logging
 
-from ..files.atomic import staged
+from ..files.atomic import LOCK, UNFINISHED, held, write_whole
 
 
 logger = logging.get_logger(__name__)
-MANIFEST, CELLS, LOCK = "need.json", "cells", ".lock"
-# files of `staged` that a killed run left
-LEFTOVER = re.compile(r"\..+-\w{8}\.\w+")
+MANIFEST, CELLS = "need.json", "cells"
 
 
 class Cells:
@@ -39,26 +35,15 @@ class Cells:
             yield self
             return
         try:
-            if self.folder.exists() and not holds_need(self.folder) and strangers(self.folder):
-                raise ValueError(
-                    f"{self.folder} holds {strangers(self.folder)[0]} and no {MANIFEST}: choose another folder."
-                )
+            others = strangers(self.folder) if self.folder.exists() else []
+            if others and not (self.folder / MANIFEST).is_file():
+                raise ValueError(f"{self.folder} holds {others[0]} and no {MANIFEST}: choose another folder.")
             (self.folder / CELLS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{self.folder} cannot be made: {error.strerror or error}.") from error
-        lock = FileLock(self.folder / LOCK, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ValueError(f"another process measures into {self.folder}: wait until it has ended.") from None
-        try:
-            for path in (*self.folder.iterdir(), *(self.folder / CELLS).iterdir()):
-                if LEFTOVER.fullmatch(path.name):
-                    path.unlink()
+        with held(self.folder, f"another process measures into {self.folder}: wait until it has ended."):
             self.check()
             yield self
-        finally:
-            lock.release()
 
     def check(self) -> None:
         assert self.folder is not None
@@ -90,19 +75,14 @@ class Cells:
         return value
 
 
-def holds_need(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
-
-
 def strangers(folder: Path) -> list[str]:
     """Names in a folder that are not those of a process that was killed before it wrote its manifest."""
-    own = (CELLS, LOCK)
-    return sorted(path.name for path in folder.iterdir() if path.name not in own and not LEFTOVER.fullmatch(path.name))
+    names = {path.name for path in folder.iterdir()} - {CELLS, LOCK}
+    return sorted(name for name in names if not UNFINISHED.fullmatch(name))
 
 
 def write(path: Path, value: Any) -> None:
-    with staged(path) as staging:
-        staging.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> Any:

@@ -12,14 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..convert.checkpoint import JUDGED
-from ..convert.damage import (
-    POOLINGS,
-    Classification,
-    MaskedTokens,
-    NextSentence,
-    NextToken,
-    task_of,
-)
+from ..convert.damage import POOLINGS, Classification, MaskedTokens, NextSentence, NextToken, task_of
 from ..convert.labelled import labelled_texts
 from ..families.architectures import attending_layers
 from ..families.structure import choosing_tower

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..convert.by_damage import damage_curve, ranks_for_damage
 from ..convert.calibration import in_pieces
 from ..convert.factors import best_factors, root_of_moment, root_of_rows, with_prior
-from ..files.running import evaluating
+from ..files.running import evaluating, training_only
 from ..probe.batches import real_tokens
 from .fitting import EVEN, Seen, moments_of_logits
 from .heads import HeadLimits, Widths
@@ -135,21 +135,14 @@ def add_slopes(
     model: PreTrainedModel, slopings: Sequence[Sloping], batch: Mapping[str, torch.Tensor], seed: int
 ) -> None:
     """One backward pass over the calibration, a few texts at a time; the parameters get no gradients."""
-    trainable = {weight: weight.requires_grad for weight in model.parameters()}
     generator = torch.Generator().manual_seed(seed)
-    try:
-        for weight in trainable:
-            weight.requires_grad_(False)
-        with evaluating(model):
-            for piece in in_pieces(dict(batch), PIECE):
-                real = real_tokens(model, piece)
-                for sloping in slopings:
-                    sloping.real = real
-                with torch.enable_grad():
-                    random_loss(model, piece, real, generator).backward()
-    finally:
-        for weight, flag in trainable.items():
-            weight.requires_grad_(flag)
+    with evaluating(model), training_only((), model):
+        for piece in in_pieces(dict(batch), PIECE):
+            real = real_tokens(model, piece)
+            for sloping in slopings:
+                sloping.real = real
+            with torch.enable_grad():
+                random_loss(model, piece, real, generator).backward()
 
 
 def widths_by_damage(

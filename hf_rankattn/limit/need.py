@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,20 +101,15 @@ def measure_need(
     `needed_width` is the smallest width that keeps the target. The objective `"whole"` is the model without a limit, and the others are
     those of [`limit_rank`]: its default, and three baselines.
 
-    Example:
-
-    ```python
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from hf_rankattn import measure_need
-
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50)).eval()
     >>> held_out, calibration = ({"input_ids": torch.randint(50, (2, 16))} for _ in range(2))
     >>> table = measure_need(model, held_out, calibration=calibration, widths=[2, 4])
     >>> sorted(set(table.layers)), sorted(set(table.metric))
     (['0', '1', 'all'], ['divergence', 'needed_width', 'perplexity', 'quality'])
-    ```
     """
     model = plain(model)
     if not 0 < target_loss < 1:
@@ -164,13 +159,11 @@ class Need:
             "config": fingerprint_of_config(model),
             "held_out": fingerprint(*held),
             "calibration": fingerprint(self.batch),
-            **{
-                "quality": self.quality.name,
-                "layer_quality": self.few.name,
-                "pooling": pooling,
-                "tower": tower,
-                "seed": seed,
-            },
+            "quality": self.quality.name,
+            "layer_quality": self.few.name,
+            "pooling": pooling,
+            "tower": tower,
+            "seed": seed,
             "layer_examples": sum(len(next(iter(batch.values()))) for batch in few),
             **{name: version(name) for name in ("hf_rankattn", "torch", "transformers")},
         }
@@ -187,10 +180,11 @@ class Need:
             for width in (grid[kind] if given or len(grid[kind]) < 5 else grid[kind][1::2] + grid[kind][4:])
         ]
         numbers = attending_layers(self.model)
+        # the two smallest widths: each takes a pass for each layer
         apart = {
             (kind, width): [Cell(kind, str(number), DEFAULT, width) for number in numbers]
             for kind in KINDS
-            for width in (layer_widths(grid[kind]) if by_layer else ())
+            for width in (grid[kind][:2] if by_layer else ())
         }
         steps = sum(bisections(grid[kind], self.full[kind]) for kind in KINDS)
         total, done = len(wanted) + steps + len(base) + sum(map(len, apart.values())), 0
@@ -339,12 +333,10 @@ class Outputs:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             self.found[module].append(output)
 
-        hooks = [layer.register_forward_hook(keep) for layer in self.found]
-        try:
+        with ExitStack() as stack:
+            for layer in self.found:
+                stack.enter_context(layer.register_forward_hook(keep))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def replayed(self, number: int) -> Iterator[None]:
@@ -363,12 +355,6 @@ class Outputs:
                     layer.forward = own
 
 
-def layer_widths(grid: Sequence[int]) -> list[int]:
-    """At most two widths for the layers one by one, because each takes a pass for each layer: an eighth and a quarter, or the two
-    smallest of those that were asked for."""
-    return list(grid[:2])
-
-
 def bisections(grid: Sequence[int], full: int) -> int:
     """The most steps that a bisection between two of these widths takes."""
     edges = [0, *grid, full]
@@ -377,7 +363,6 @@ def bisections(grid: Sequence[int], full: int) -> int:
 
 def widths_of(model: PreTrainedModel, batch: Batch, tower: str | None) -> list[Widths]:
     """The widths of the heads of each layer with attention; a `ValueError` for a model that cannot be limited."""
-
     found: list[Widths] = []
 
     def look(place: int, seen: Seen) -> HeadLimits:

@@ -1,18 +1,14 @@
 """Short training of the projections of a limit, towards the outputs of the whole model."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import kl_div
 
-from ..convert.distil import endless, state_loss
-from ..files.running import Inputs, evaluating
+from ..convert.distil import endless, optimizer_and_schedule, state_loss
+from ..files.running import Inputs, evaluating, training_only
 from ..probe.batches import real_tokens
-
-
-WARMUP = 10
 
 
 def output_of(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, bool]:
@@ -40,12 +36,7 @@ def loss_between(ours: torch.Tensor, theirs: torch.Tensor, logits: bool, real: t
 
 @torch.inference_mode(False)
 def distil(
-    limit: Any,
-    batches: Inputs,
-    steps: int,
-    learning_rate: float,
-    seed: int,
-    progress: Callable[[int, float], Any],
+    limit: Any, batches: Inputs, steps: int, learning_rate: float, seed: int, progress: Callable[[int, float], Any]
 ) -> None:
     """Train the projections of `limit` for `steps` batches, in place; the weights of the model do not change."""
     model, weights = limit.model, list(limit.parameters())
@@ -62,22 +53,14 @@ def distil(
         raise ValueError("the limit was removed from its model: call attach() before the projections are trained.")
     if any(weight.dtype.itemsize < 4 for weight in weights):
         raise ValueError("the projections are trained in float32: call limit.float() first.")
-    frozen = {weight: weight.requires_grad for weight in model.parameters()}
-    was = [weight.requires_grad for weight in weights]
     groups = [
         {"params": [weight], "lr": learning_rate * float(weight.detach().square().mean().sqrt())} for weight in weights
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
-    )
+    optimizer, schedule = optimizer_and_schedule(groups, steps, learning_rate)
     stream = endless(model, batches, seed)
     before = [weight.detach().clone() for weight in weights]
-    with evaluating(model):
+    with evaluating(model), training_only(weights, model):
         try:
-            for weight in frozen:
-                weight.requires_grad_(False)
-            limit.requires_grad_(True)
             for step in range(steps):
                 batch = next(stream)
                 real = real_tokens(model, batch)
@@ -105,9 +88,3 @@ def distil(
                 for weight, old in zip(weights, before, strict=True):
                     weight.copy_(old)
             raise
-        finally:
-            for weight, flag in frozen.items():
-                weight.requires_grad_(flag)
-            for weight, flag in zip(weights, was, strict=True):
-                weight.requires_grad_(flag)
-                weight.grad = None

@@ -166,13 +166,9 @@ def ablate(
     Limits: the hooks are on the model itself, so every caller of the model runs without the removed parts. Use the model
     from one thread, and copy or pickle it outside of the block: a copy made inside keeps the hooks.
 
-    Example:
-
-    ```python
     >>> import torch
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import ablate, relative_residual
-
     >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> whole = model(**batch).last_hidden_state
@@ -182,7 +178,6 @@ def ablate(
     True
     >>> torch.equal(model(**batch).last_hidden_state, whole)
     True
-    ```
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError(

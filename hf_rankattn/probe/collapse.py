@@ -101,19 +101,14 @@ def measure_collapse(
 
     Returns a long table with the columns `model, variant, layer, example, metric, value`.
 
-    Example:
-
-    ```python
     >>> import torch
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import measure_collapse
-
     >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = measure_collapse(model, batch, variants=["san"])
     >>> table[table.metric == "relative_residual"].layer.tolist()
     [0, 1, 2]
-    ```
     """
     if isinstance(variants, str) or not variants:
         raise ValueError(f"`variants` must be a list of names, got {variants!r}; there are {', '.join(VARIANTS)}.")

@@ -110,12 +110,7 @@ def sum_of_paths(model: PreTrainedModel, batch: dict, chosen: np.ndarray, mlp: b
 
 @probing
 def isolated_paths(
-    model: PreTrainedModel,
-    inputs: Inputs,
-    paths: int = 5,
-    repetitions: int = 5,
-    mlp: bool = False,
-    seed: int = 0,
+    model: PreTrainedModel, inputs: Inputs, paths: int = 5, repetitions: int = 5, mlp: bool = False, seed: int = 0
 ) -> pd.DataFrame:
     """Single paths, each run as a separate network, as in the published experiments on path effectiveness.
 

@@ -200,20 +200,15 @@ def path_lengths(
     Returns a long table with the columns `model, length, example, metric, value`, with `layer` or `layer, head` instead of
     `length`.
 
-    Example:
-
-    ```python
     >>> import torch
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import path_lengths
-
     >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)).eval()
     >>> batch = {"input_ids": torch.arange(1, 33)[None]}
     >>> table = path_lengths(model, batch)
     >>> shares = table[table.metric == "projection"].set_index("length").value
     >>> shares.index.tolist(), bool(abs(shares.sum() - 1) < 1e-5)
     ([0, 1, 2], True)
-    ```
     """
     labels = {"length": ["length"], "layer": ["layer"], "head": ["layer", "head"]}
     if not isinstance(by, str) or by not in labels:

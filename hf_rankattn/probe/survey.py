@@ -219,11 +219,8 @@ def states_of_first_layer(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     hook = layers_of(model)[0].register_forward_pre_hook(
         lambda module, args, kwargs: found.append(states_of(args, kwargs)), with_kwargs=True
     )
-    try:
-        with evaluating(base_of(model)):
-            run(model, first_example(next(batches_of(base_of(model), batch))))
-    finally:
-        hook.remove()
+    with hook, evaluating(base_of(model)):
+        run(model, first_example(next(batches_of(base_of(model), batch))))
     return found[0]
 
 

@@ -108,7 +108,6 @@ def measure_weights(
         spectra (`bool`, *optional*):
             Add a column `component`, and rows of the metric `energy_share`: the share of squared singular values of each
             component, in descending order.
-
         inputs (*optional*):
             A batch for models without a row in the table of architectures: one forward pass finds which rows of which
             weights belong to a head. By default a few random tokens.
@@ -119,16 +118,11 @@ def measure_weights(
 
     Returns a long table with the columns `model, layer, head, metric, value`. Layers that share weights have equal rows.
 
-    Example:
-
-    ```python
     >>> from transformers import BertConfig, BertModel
     >>> from hf_rankattn import measure_weights
-
     >>> table = measure_weights(BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)))
     >>> bool(table[table.metric == "numerical_rank"].value.max() <= 16)
     True
-    ```
     """
     table = LongTable(model, "layer", "head", *(["component"] if spectra else []))
     family = family_of(model)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..files.atomic import staged
+from ..files.atomic import write_whole
 
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def write_page(text: str, path: str | Path, overwrite: bool = False) -> Path:
     check_writable(path, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with staged(path) as staging:
-            staging.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path

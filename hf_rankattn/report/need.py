@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..files.atomic import staged
+from ..files.atomic import staged, write_whole
 from .drawings import ABOVE, LEFT, WIDTH, draw, heat_map, labelled
 from .html import Grid, Picture, Section, render_page
 from .plots import STYLES, literal, new_figure
@@ -273,8 +273,7 @@ def write_need(table: pd.DataFrame, facts: dict[str, Any], folder: Path) -> list
         pq.write_table(arrow.replace_schema_metadata(metadata), staging)
     with staged(folder / FIGURE) as staging:
         need_figure(table, facts).savefig(staging)
-    with staged(folder / PAGE) as staging:
-        staging.write_text(need_page(table, facts), encoding="utf-8")
+    write_whole(folder / PAGE, need_page(table, facts))
     return sorted((TABLE, FIGURE, PAGE))
 
 

@@ -146,9 +146,8 @@ def attention_figure(table: pd.DataFrame, facts: dict[str, Any]) -> "Figure":
         share = means.to_numpy(dtype=float)
         image = axis.imshow(share, cmap="viridis", vmin=0, vmax=max(0.7, np.nanmax(share)), aspect="auto")
         axis.set(xlabel="head", ylabel="layer", xticks=ticks(share.shape[1]), yticks=ticks(share.shape[0]))
-        axis.set_yticklabels(
-            [means.index[row] for row in ticks(share.shape[0])]
-        )  # layers without attention are left out
+        # layers without attention are left out
+        axis.set_yticklabels([means.index[row] for row in ticks(share.shape[0])])
         axis.set_title(ATTENTION_PANELS[metric], fontsize=10)
         bar = figure.colorbar(image, ax=axis)
         free = content_free_share(metric, n, causal)

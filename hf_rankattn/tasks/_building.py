@@ -122,7 +122,8 @@ def folder_hash(folder: Path) -> str:
 class TaskBuilder(datasets.ArrowBasedBuilder):
     """A task: rows are drawn in blocks, each from a generator seeded by (seed, geometry, split, block).
 
-    A subclass defines its columns ([`columns`]), how to draw a block of rows ([`draw`]), and its metrics and baselines.
+    A subclass defines its named configs (`BUILDER_CONFIGS`), its columns ([`columns`], by default ids and their labels), how to
+    draw a block of rows ([`draw`]), and its metrics and baselines.
     """
 
     BUILDER_CONFIG_CLASS = TaskConfig
@@ -146,6 +147,8 @@ class TaskBuilder(datasets.ArrowBasedBuilder):
         The files are read when the class is defined, so that a later edit does not label rows of the old code.
         """
         super().__init_subclass__(**kwargs)
+        if configs := vars(cls).get("BUILDER_CONFIGS"):
+            cls.BUILDER_CONFIG_CLASS = type(configs[0])
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if file is None:
             raise ValueError(f"the task {cls.__name__} must be defined in a file: its cache key hashes the source.")
@@ -182,7 +185,8 @@ class TaskBuilder(datasets.ArrowBasedBuilder):
         if custom_features is not None or config_id is not None:
             raise ValueError("the features and the cache of a task follow from its parameters: leave both out.")
         known = self.BUILDER_CONFIG_CLASS.parameters()
-        base = self.builder_configs.get(config_name or self.DEFAULT_CONFIG_NAME)
+        first = next(iter(self.builder_configs), None)  # the default, unless the task names another
+        base = self.builder_configs.get(config_name or self.DEFAULT_CONFIG_NAME or first)
         if base is None:
             raise ValueError(
                 f"{self.task_name()} has no config {config_name!r}; it has {', '.join(self.builder_configs)}, and free "
@@ -204,7 +208,8 @@ class TaskBuilder(datasets.ArrowBasedBuilder):
 
     def columns(self) -> dict[str, Any]:
         """Column name -> feature; the names are arguments of the models' forward."""
-        raise NotImplementedError
+        ids = ids_feature(self.config.length)
+        return {"input_ids": ids, "labels": ids}
 
     def draw(self, rng: Rng, rows: int, *, split: str, first: int) -> Arrays:
         """Rows `first`, `first + 1`, ... of a split, column by column."""

@@ -68,16 +68,12 @@ def load_task(
         num_proc (`int`, *optional*): Processes that prepare map-style rows. The rows do not depend on it.
         **parameters: Parameters of the task that replace those of the config: `dim`, `num_points`, `num_examples`, `seed`, ...
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import load_task
-
     >>> stream = load_task("farthest_neighbor", "train", streaming=True, dim=16, num_points=8)
     >>> row = next(iter(stream))
     >>> row["points"].shape, row["labels"].shape
     (torch.Size([8, 16]), torch.Size([8, 16]))
-    ```"""
+    """
     builder = task_builder(name, config, cache_dir=cache_dir, **parameters)
     if streaming:
         return load_stream(builder, split)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ._building import Arrays, TaskBuilder, TaskConfig, ids_feature
+from ._building import Arrays, TaskBuilder, TaskConfig
 from ._metrics import IGNORED, SequenceAccuracy, TokenAccuracy
 from ._sampling import Rng
 
@@ -101,12 +101,10 @@ class AssociativeRecall(TaskBuilder):
     """Pairs of a key and a value, and later the keys again, each labelled with its value: multi-query associative recall, the
     test of recall in language models."""
 
-    BUILDER_CONFIG_CLASS = AssociativeRecallConfig
     BUILDER_CONFIGS = [
         AssociativeRecallConfig(length=length, num_kv_pairs=pairs)
         for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64))
     ]
-    DEFAULT_CONFIG_NAME = "n64_p4"
     metrics = (TokenAccuracy, SequenceAccuracy)
     baselines = staticmethod(recall_baselines)
     CITATION = ZOOLOGY
@@ -121,10 +119,6 @@ class AssociativeRecall(TaskBuilder):
         "The published code draws the tokens between the queries from all ids, 0 included. Here they start at 1, because 0 is "
         "padding. The rows are drawn in blocks that have their own seeds, so they do not depend on the number of rows."
     )
-
-    def columns(self):
-        ids = ids_feature(self.config.length)
-        return {"input_ids": ids, "labels": ids}
 
     def model_arguments(self):
         return {"vocab_size": self.config.vocab_size, "num_labels": self.config.vocab_size}

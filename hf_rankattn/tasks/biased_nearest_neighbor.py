@@ -33,9 +33,7 @@ class BiasedNearestNeighbor(TaskBuilder):
     biased full-rank heads, and almost invisible to a head of low rank. This is a reconstruction: only
     second-hand reports of the published statement were available, without the definition of its target."""
 
-    BUILDER_CONFIG_CLASS = BiasedNearestNeighborConfig
     BUILDER_CONFIGS = [BiasedNearestNeighborConfig(), BiasedNearestNeighborConfig(dim=16)]
-    DEFAULT_CONFIG_NAME = "d8"
     metrics = (NeighborError, NeighborAccuracy)
     baselines = staticmethod(neighbor_baselines)
     CITATION = BENEFITS

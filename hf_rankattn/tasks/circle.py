@@ -72,13 +72,11 @@ class Circle(TaskBuilder):
     """Two points on opposite arcs of a circle, each labelled with its position one step later. A model whose attention
     collapses moves both to one point if it is applied to its own outputs again and again."""
 
-    BUILDER_CONFIG_CLASS = CircleConfig
     BUILDER_CONFIGS = [
         CircleConfig(),
         CircleConfig(separation=499),
         CircleConfig(angles="uniform", num_examples=10_000),
     ]
-    DEFAULT_CONFIG_NAME = "grid_n1000"
     metrics = (NeighborError,)
     baselines = staticmethod(circle_baselines)
     CITATION = COLLAPSE

@@ -70,9 +70,7 @@ def hull_baselines(train: Arrays, test: Arrays) -> Iterator[tuple[str, np.ndarra
 class ConvexHull(TaskBuilder):
     """Points of the plane, each labelled with whether it is a vertex of the convex hull of its row."""
 
-    BUILDER_CONFIG_CLASS = ConvexHullConfig
     BUILDER_CONFIGS = [ConvexHullConfig()]
-    DEFAULT_CONFIG_NAME = "n10"
     metrics = (TokenAccuracy, SequenceAccuracy, HullVertexF1)
     baselines = staticmethod(hull_baselines)
     CITATION = COLLAPSE

@@ -31,7 +31,6 @@ class FarthestNeighbor(TaskBuilder):
     """Points on the unit sphere, each labelled with the farthest of the others: self-attention of full query-key rank
     solves it with one head, heads of low rank need very many."""
 
-    BUILDER_CONFIG_CLASS = FarthestNeighborConfig
     BUILDER_CONFIGS = [
         FarthestNeighborConfig(),
         FarthestNeighborConfig(num_points=4),
@@ -41,7 +40,6 @@ class FarthestNeighbor(TaskBuilder):
         FarthestNeighborConfig(dim=128),
         FarthestNeighborConfig(dim=256, num_examples=4_000, num_eval_examples=1_000),
     ]
-    DEFAULT_CONFIG_NAME = "d64_n16"
     metrics = (NeighborError, NeighborAccuracy)
     baselines = staticmethod(neighbor_baselines)
     CITATION = BENEFITS

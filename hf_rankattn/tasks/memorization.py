@@ -142,9 +142,7 @@ class Memorization(TaskBuilder):
     """Real text with a random label for each token. There is no rule to learn, so accuracy on the train split measures what
     a model stores. Validation and test hold other passages of the text, also labelled at random: a control at chance level."""
 
-    BUILDER_CONFIG_CLASS = MemorizationConfig
     BUILDER_CONFIGS = [MemorizationConfig(), MemorizationConfig(max_length=32)]
-    DEFAULT_CONFIG_NAME = "package_text_l128"
     metrics = (TokenAccuracy, SequenceAccuracy)
     baselines = staticmethod(class_baselines)
     scored_split = "train"

@@ -53,7 +53,6 @@ class NearestNeighbor(TaskBuilder):
     """Points and queries on the unit sphere, each query labelled with the nearest of the points: the target of the lower
     bounds on heads of low rank."""
 
-    BUILDER_CONFIG_CLASS = NearestNeighborConfig
     BUILDER_CONFIGS = [
         *(NearestNeighborConfig(dim=dim) for dim in (64, 4, 8, 16, 32)),
         NearestNeighborConfig(num_points=16),
@@ -61,7 +60,6 @@ class NearestNeighbor(TaskBuilder):
         NearestNeighborConfig(num_points=16, distribution="doubled"),
         NearestNeighborConfig(dim=16, num_queries=4),
     ]
-    DEFAULT_CONFIG_NAME = "orthogonal_d64_n2"
     metrics = (NeighborError, NeighborAccuracy)
     baselines = staticmethod(neighbor_baselines)
     CITATION = BENEFITS

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from ._baselines import class_baselines
-from ._building import COLLAPSE, TaskBuilder, TaskConfig, ids_feature
+from ._building import COLLAPSE, TaskBuilder, TaskConfig
 from ._metrics import SequenceAccuracy, TaskMetric, TokenAccuracy, labelled
 
 
@@ -51,9 +51,7 @@ class InvertedPairs(TaskMetric):
 class Sorting(TaskBuilder):
     """A sequence of small numbers, each position labelled with the number at this position after sorting."""
 
-    BUILDER_CONFIG_CLASS = SortingConfig
     BUILDER_CONFIGS = [SortingConfig(), SortingConfig(length=16, num_examples=10_000, num_eval_examples=1_000)]
-    DEFAULT_CONFIG_NAME = "l8_v10"
     metrics = (TokenAccuracy, SequenceAccuracy, InvertedPairs)
     baselines = staticmethod(class_baselines)
     CITATION = COLLAPSE
@@ -66,10 +64,6 @@ class Sorting(TaskBuilder):
         "position reaches 0.34, and is listed below. The published code also leaves the seed out of its cache keys for "
         "models, and never shuffles the training rows."
     )
-
-    def columns(self):
-        ids = ids_feature(self.config.length)
-        return {"input_ids": ids, "labels": ids}
 
     def model_arguments(self):
         return {"vocab_size": self.config.num_values + 1, "num_labels": self.config.num_values}

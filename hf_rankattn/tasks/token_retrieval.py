@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from ._baselines import class_baselines
-from ._building import TaskBuilder, TaskConfig, check_choice, check_count, ids_feature
+from ._building import TaskBuilder, TaskConfig, check_choice, check_count
 from ._metrics import SequenceAccuracy, TokenAccuracy
 
 
@@ -57,12 +57,10 @@ class TokenRetrieval(TaskBuilder):
     """Records of a key and a value, then keys that ask for their values: content retrieval at sequence length n, for sweeps
     over the query-key width of a head."""
 
-    BUILDER_CONFIG_CLASS = TokenRetrievalConfig
     BUILDER_CONFIGS = [
         *(TokenRetrievalConfig(length=length) for length in (128, 32, 64, 256, 512)),
         *(TokenRetrievalConfig(length=length, layout="pairs") for length in (32, 64, 128, 256, 512)),
     ]
-    DEFAULT_CONFIG_NAME = "n128"
     metrics = (TokenAccuracy, SequenceAccuracy)
     baselines = staticmethod(class_baselines)
     LABELS = (
@@ -71,10 +69,6 @@ class TokenRetrieval(TaskBuilder):
         "(and as the first half of a pair), then one id for each key and value (joint) or one for each value (pairs). "
         "`labels` are the value of the asked key at queries, and elsewhere -100, which losses ignore."
     )
-
-    def columns(self):
-        ids = ids_feature(self.config.length)
-        return {"input_ids": ids, "labels": ids}
 
     def model_arguments(self):
         keys, values = self.config.num_keys, self.config.num_values

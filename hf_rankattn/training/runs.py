@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..files.atomic import UNFINISHED, write_whole
 from .arguments import RunArguments, refusals
 from .processes import on_cpu, process_state
 
@@ -49,12 +49,6 @@ class Run:
         names = ("step", "loss", "learning_rate")
         rows = [[str(row[name]) for name in names] for row in history if "loss" in row]
         self.write("losses.csv", "".join(",".join(row) + "\r\n" for row in [names, *rows]))
-
-
-def write_whole(path: Path, text: str) -> None:
-    staging = path.with_name(f".{path.name}")
-    staging.write_text(text, encoding="utf-8", newline="")
-    os.replace(staging, path)
 
 
 def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
@@ -92,10 +86,14 @@ def begin_run(arguments: RunArguments, **more_settings: Any) -> Run:
 def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> Path | None:
     """Make the folder of a new run, or find the last whole checkpoint of one that is there."""
     try:
-        entries = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        # the temporary file is of a run that was killed as it began
+        entries = (
+            {path.name for path in folder.iterdir() if not UNFINISHED.fullmatch(path.name)}
+            if folder.exists()
+            else set()
+        )
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}.") from error
-    entries.discard(f".{SETTINGS}")  # of a run that was killed as it began
     if entries and not resume:
         raise ValueError(f"{folder} exists already: add --resume to go on with it, or choose another --output_dir.")
     if entries and SETTINGS not in entries:

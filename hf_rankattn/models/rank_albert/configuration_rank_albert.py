@@ -12,15 +12,11 @@ class RankAlbertConfig(RankConfigMixin, AlbertConfig):
     The layers of a group share their weights, so these four may differ by group, not by layer: a list gives one integer per
     group, and `per_layer_config` has to give all layers of a group the same values.
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import RankAlbertConfig
-
     >>> config = RankAlbertConfig(num_hidden_layers=4, num_hidden_groups=2, qk_rank=[8, 16])
     >>> [config.head_geometry(layer).qk_rank for layer in range(4)]
     [8, 8, 16, 16]
-    ```"""
+    """
 
     model_type = "rank_albert"
     stock_model_type = "albert"

@@ -38,9 +38,7 @@ class RankDistilBertBlock(stock.TransformerBlock):
             DistilBertSelfAttention=lambda _: RankDistilBertSelfAttention(config, layer_idx),
         )
         one_head = copy(config)
-        one_head.n_heads = (
-            1  # the stock block checks that the heads divide the hidden size, and else does not use them
-        )
+        one_head.n_heads = 1  # stock checks that the heads divide the hidden size, and else does not use them
         build(self, one_head)
 
 

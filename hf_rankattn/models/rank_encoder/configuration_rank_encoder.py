@@ -59,14 +59,10 @@ class RankEncoderConfig(RankConfigMixin, PreTrainedConfig):
         attention_probs_dropout_prob (`float`, *optional*, defaults to 0.0): Dropout on the attention maps.
         initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of the word embeddings.
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import RankEncoderConfig, RankEncoderForPointRegression
-
     >>> config = RankEncoderConfig(input_dim=64, num_attention_heads=32, qk_rank=16, v_head_dim=16)
     >>> model = RankEncoderForPointRegression(config)
-    ```"""
+    """
 
     model_type = "rank_encoder"
     keys_to_ignore_at_inference = ["hidden_states", "attentions"]

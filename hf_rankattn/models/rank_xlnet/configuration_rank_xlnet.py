@@ -13,15 +13,11 @@ class RankXLNetConfig(RankConfigMixin, XLNetConfig):
     `qk_rank`, too. With `qk_norm`, the position keys have unit norm; the biases, which are added to the query, and the segment embedding are
     not normalised.
 
-    Example:
-
-    ```python
     >>> from hf_rankattn import RankXLNetConfig, RankXLNetModel
-
     >>> model = RankXLNetModel(RankXLNetConfig(qk_rank=16, n_layer=2))
     >>> model.layer[0].rel_attn.r.shape
     torch.Size([1024, 16, 16])
-    ```"""
+    """
 
     model_type = "rank_xlnet"
     stock_model_type = "xlnet"

@@ -24,7 +24,6 @@ from ._drawing import style
 
 
 SHOWS = "quality of a checkpoint against the rank it is cut to, three ways, and how much rank its logits use"
-REVISION = 1
 OPTIONS = ("checkpoint", "text")
 
 # Without --checkpoint the weights are random, and so large that attention is sharp and a cut has an effect.

@@ -23,7 +23,6 @@ from . import published
 
 
 SHOWS = "rank of attention maps at random init, every family, with and without QK-norm, against content-free maps"
-REVISION = 1
 OPTIONS = ("checkpoint", "text", "dataset")
 
 METRICS = ("numerical_rank", "effective_rank", "stable_rank", "participation_ratio", "argmax_coverage", "row_entropy")

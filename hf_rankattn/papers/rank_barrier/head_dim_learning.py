@@ -23,7 +23,6 @@ from .saturation import crossing
 SHOWS = (
     "accuracy and map rank against qk_rank after training, on token retrieval and on images, with and without QK-norm"
 )
-REVISION = 1
 OPTIONS = ("dataset",)
 
 RETRIEVAL = {"task": "token_retrieval", "num_values": 8, "layers": 1, "heads": 1}

@@ -27,7 +27,6 @@ from .saturation import crossing
 
 
 SHOWS = "DeepSeek-V3 attention with random weights: logit rank against the rule, map rank against its latent ranks"
-REVISION = 1
 
 # content width, rotary width, latent of keys, latent of queries
 RULES = [(32, 16, 24, 64), (32, 16, 100, 200), (32, 16, 100, 20), (8, 16, 100, None), (32, 16, 8, None), (4, 4, 2, 3)]

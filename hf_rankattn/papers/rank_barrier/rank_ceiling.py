@@ -24,7 +24,6 @@ from ._random_maps import KEYS, TOLERANCES, run_hard, run_paper, run_sharpness, 
 SHOWS = (
     "rank of random attention maps against head width: hard and soft, free, causal, windowed, with and without QK-norm"
 )
-REVISION = 1
 
 WIDTHS = [1, 2, 4, 8, 16, 32, 64, 128, 192]
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]

@@ -21,7 +21,6 @@ from ._random_maps import KEYS, generator, hard_columns, random_heads
 
 
 SHOWS = "head width at which the rank of random maps reaches 50, 75, 90 % of its ceiling, against n, with both laws"
-REVISION = 1
 
 # share of the ceiling -> its column in published/saturation.csv
 REACHED = {0.5: "d50", 0.75: "d75", 0.9: "d90"}

@@ -19,7 +19,6 @@ from .positions import budget_of
 
 
 SHOWS = "faults of the published code on the benefits of rank: what a number is with each, and without it"
-REVISION = 1
 
 # So few batches and steps that replaying shows: the published runs replay 100 batches a thousand times.
 LAPTOP = {"intermediate": 256, "steps": 1000, "batch_size": 64}

@@ -12,7 +12,6 @@ from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separa
 
 
 SHOWS = "error against rank for rows of 4 to 256 points, two layers, in the original form and with qk_norm"
-REVISION = 1
 OPTIONS = ("as_published",)
 
 LAPTOP = {"batch_size": 64, "learning_rate": 0.005, "held_out_rows": 1024}

@@ -19,7 +19,6 @@ from .random_features import measured_error
 
 
 SHOWS = "two-layer majority votes of rank-one heads against one-layer averages, constructed and trained"
-REVISION = 1
 
 TWIN: dict[str, Any] = {"task": "nearest_neighbor", "num_points": 2, "intermediate": 64, "batch_size": 256}
 # `constructed`: the numbers of heads by dimension; `trained`: dimension, steps, and heads of a layer if there are two layers

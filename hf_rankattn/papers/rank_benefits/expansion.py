@@ -14,7 +14,6 @@ from ..sweep.judging import Claim, unpublished
 
 
 SHOWS = "the weight u(q.k) of rank-one heads that add up to the nearest of two points, for several dimensions"
-REVISION = 1
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {"dim": [4], "degree": 49, "points": 21, "pairs": 20_000},

@@ -18,7 +18,6 @@ from ._training import held_out_error
 SHOWS = (
     "error of one full-rank head against its temperature, and the share of plain and biased targets that low rank sees"
 )
-REVISION = 1
 
 BETAS = [3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 NEAREST = {16: [1.0, 10.0, 100.0, 1000.0], 64: [1.0, 10.0, 100.0, 1000.0]}

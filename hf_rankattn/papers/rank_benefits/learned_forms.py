@@ -20,7 +20,6 @@ from ._training import PointTraining, train_points
 
 
 SHOWS = "angle of each learned W_Q^T W_K to the identity, and its scale, for full-rank heads"
-REVISION = 1
 OPTIONS = ("as_published",)
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,6 @@ from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separa
 
 
 SHOWS = "error against rank without positions, with added and with concatenated ones, at one parameter budget"
-REVISION = 1
 OPTIONS = ("as_published",)
 
 # The original form needs more than 2000 steps before positions make a difference, and three layers need a lower rate.

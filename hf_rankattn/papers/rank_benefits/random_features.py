@@ -16,7 +16,6 @@ from ..sweep.judging import Claim, unpublished
 
 
 SHOWS = "error of random rank-one heads with optimal weights: predicted, measured, and published with its fault"
-REVISION = 1
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoke": {"dims": [8], "largest": 64, "seeds": 1, "rows": 1024, "largest_faulty": 64},

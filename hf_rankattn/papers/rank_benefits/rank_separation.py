@@ -13,7 +13,6 @@ from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separa
 
 
 SHOWS = "error against rank for several depths and parameter budgets, in the original form and with qk_norm"
-REVISION = 1
 OPTIONS = ("as_published",)
 
 # In so few steps three layers do not survive the published learning rate: they end at predicting zero.

@@ -13,7 +13,6 @@ from ._points import FORMS, TRAINING, errors_by_seed, estimator_by, judge_separa
 
 
 SHOWS = "error against training steps, in the original form and with qk_norm, full and half rank"
-REVISION = 1
 
 LAPTOP = {"num_points": 16, "intermediate": 256, "batch_size": 256}
 SETTINGS: dict[str, dict[str, Any]] = {

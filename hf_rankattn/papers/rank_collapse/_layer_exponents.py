@@ -75,12 +75,8 @@ def residual_after(model: PreTrainedModel, batch: Batch, size: float, seed: int,
 
     entering = layer.register_forward_pre_hook(enter, with_kwargs=True)
     leaving = module.register_forward_hook(lambda _, args, output: seen.append(first(output)))
-    try:
-        with torch.no_grad(), ablate(model, attention_skip=normed):
-            model(**batch)
-    finally:
-        entering.remove()
-        leaving.remove()
+    with entering, leaving, torch.no_grad(), ablate(model, attention_skip=normed):
+        model(**batch)
     # XLNet's dropout is applied to the maps before the output of attention; where layers are shared, the first pass counts
     states = seen[1] if family.maps == "dropout" and not normed else seen[0]
     states = states if family.batch_first else states.transpose(0, 1)

@@ -15,7 +15,6 @@ from ._subjects import FLOOR, checkpoint_inputs, checkpoint_parameters, fresh_mo
 
 
 SHOWS = "residual of chained attention maps against the length of the path, in the theorem's and the published order"
-REVISION = 1
 OPTIONS = ("as_published", "checkpoint", "text", "dataset")
 
 SETTINGS: dict[str, dict[str, Any]] = {

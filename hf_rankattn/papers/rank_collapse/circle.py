@@ -22,7 +22,6 @@ from ._subjects import titled
 
 
 SHOWS = "trajectories of two points under a recurrent attention layer, without skip, with skip, with MLP, over widths"
-REVISION = 1
 OPTIONS = ("as_published",)
 
 SETTINGS: dict[str, dict[str, Any]] = {

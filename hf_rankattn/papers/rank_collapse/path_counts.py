@@ -18,7 +18,6 @@ from ..sweep.judging import Claim, unpublished
 
 
 SHOWS = "the lengths of all paths through named architectures, and small networks taken apart path by path"
-REVISION = 1
 
 SMALL = {"layers": 4, "heads": 3, "hidden": 24, "tokens": 10}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,6 @@ from ._subjects import titled
 
 
 SHOWS = "accuracy on sorting, hulls and memorization of single paths and of exact parts of the output, by path length"
-REVISION = 1
 OPTIONS = ("as_published",)
 
 # the published geometries; rates are ours, as the published ones do not get there (as_published has them)

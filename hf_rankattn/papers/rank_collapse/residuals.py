@@ -36,7 +36,6 @@ from ._subjects import (
 
 
 SHOWS = "relative residual by layer in four variants: BERT, ALBERT, XLNet, every other family, and any checkpoint"
-REVISION = 1
 OPTIONS = ("as_published", "checkpoint", "text", "dataset")
 
 SETTINGS: dict[str, dict[str, Any]] = {

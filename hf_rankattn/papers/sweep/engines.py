@@ -15,8 +15,9 @@ from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+from ...files.atomic import write_whole
 from .grid import Cell
-from .results import read_json, write_whole
+from .results import read_json
 
 
 # called at the end of every cell with the cell and its error, if there was one

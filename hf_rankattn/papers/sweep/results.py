@@ -1,17 +1,15 @@
 """A folder of results: one file for each finished cell, written whole or not at all, and one table of them all."""
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
 from transformers.utils import logging
 
-from ...files.atomic import staged
+from ...files.atomic import held, staged, write_whole
 from .grid import Cell
 
 
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 MANIFEST = "experiment.json"
-# files of `staged` that a killed run left
-LEFTOVER = re.compile(r"\..+\.(png|json|parquet)-\w{8}\..+")
 
 
 class ResultsNotWritable(ValueError):
@@ -72,23 +68,11 @@ class ResultFolder:
                     "two versions are not mixed in one table. Choose another --out, or delete that folder."
                 )
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Keep a second sweep out of the folder for as long as this one works in it."""
-        lock = FileLock(self.folder / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"another process is filling {self.folder}: wait until it is done, or choose another --out."
-            ) from None
-        try:
-            for path in (*self.folder.iterdir(), *self.cells.glob(".*")):
-                if LEFTOVER.fullmatch(path.name):
-                    path.unlink()
-            yield
-        finally:
-            lock.release()
+        return held(
+            self.folder, f"another process is filling {self.folder}: wait until it is done, or choose another --out."
+        )
 
     def record(self, cell: Cell) -> list[dict[str, Any]] | None:
         """The rows of a finished cell, or None."""
@@ -139,11 +123,6 @@ def read_json(path: Path, kind: type, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not {what} ({error}): choose another --out.") from None
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    with staged(path) as staging:
-        staging.write_text(text, encoding="utf-8")
 
 
 @contextmanager

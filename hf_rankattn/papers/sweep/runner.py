@@ -11,13 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...files.atomic import staged
+from ...files.atomic import staged, write_whole
 from ...report.verdicts import verdict_counts
 from .audit import audit_markdown
 from .engines import ENGINES, run_local, run_slurm
 from .grid import Cell
 from .judging import Claim as Claim
-from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions, write_whole
+from .results import ResultFolder, ResultsNotWritable, readable_errors, running_versions
 
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Experiment(Protocol):
     """The names of the module of an experiment."""
 
     SHOWS: str
+    # optional: what is raised when the experiment computes something else, and the options of the command line that it knows
     REVISION: int
-    # optional: the options of the command line that the experiment knows
     OPTIONS: tuple[str, ...]
 
     @staticmethod
@@ -70,7 +70,7 @@ def find_experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise ValueError(f"there is no experiment {name!r}; the experiments are {', '.join(EXPERIMENTS)}, and all.")
     experiment: Any = import_module(f"..{EXPERIMENTS[name]}", __package__)
-    for optional, default in (("OPTIONS", ()), ("complete", lambda table: table)):
+    for optional, default in (("REVISION", 1), ("OPTIONS", ()), ("complete", lambda table: table)):
         if not hasattr(experiment, optional):
             setattr(experiment, optional, default)
     return experiment

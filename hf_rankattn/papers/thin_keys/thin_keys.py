@@ -23,7 +23,6 @@ from ._selecting import TASKS, VALUES, train_selection
 
 
 SHOWS = "least qk_rank that selects one of N tokens by its key, its position, or as the nearest point, against log2 N and d"
-REVISION = 1
 
 TRAINING = {"how": "trained", "hidden": 64, "learning_rate": 0.01}
 # d of learned keys is the number of keys, that of positions the number of tokens
