@@ -281,8 +281,8 @@ def demo_page(demo: Demo) -> str:
     cut = (
         f"convert_rank cuts the queries and keys of {TRAINED_MODEL}, once by the singular values of the weights alone, and once to the "
         "least error of the logits on 60 short texts; it also cuts the values. limit_rank projects queries and keys and does not change "
-        "weights; it reads 16 of the texts. All results are judged by their embeddings of 40 other paragraphs. "
-        + cut_cosines(part(demo.table, "conversion"))
+        "the weights; it reads 16 of the texts and weights errors by attention. All results are judged by their embeddings of 40 other "
+        "paragraphs. " + cut_cosines(part(demo.table, "conversion"))
         if "conversion" in drawn
         else f"This part was {NOT_RUN}."
     )
