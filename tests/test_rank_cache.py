@@ -231,7 +231,7 @@ class TestGrowingLayer:
 class TestBadInput:
     def test_models_that_are_not_limited_or_not_decoders(self):
         model = llama()
-        with pytest.raises(ValueError, match="is limited: call limit_rank"):
+        with pytest.raises(ValueError, match="is limited: call limit_rank.*first"):
             RankCache(model)
         sizes = {
             "d_model": 16,

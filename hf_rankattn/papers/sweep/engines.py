@@ -24,13 +24,8 @@ from .results import read_json
 Report = Callable[[Cell, BaseException | None], Any]
 ENGINES = ("local", "slurm")
 # default and least value; Slurm signals a job up to a minute before its time limit, and torch must be loaded by then
-SLURM_NUMBERS = {
-    "minutes": (240, 2),
-    "requeues": (20, 1),
-    "parallel": (64, 1),
-    "cells_per_job": (1, 1),
-    "cpus": (1, 1),
-}
+SLURM_NUMBERS = {"minutes": (240, 2), "requeues": (20, 1), "parallel": (64, 1)}
+SLURM_NUMBERS |= {"cells_per_job": (1, 1), "cpus": (1, 1)}
 SLURM_OPTIONS = {"cluster": "slurm", "partition": None} | {name: number for name, (number, _) in SLURM_NUMBERS.items()}
 POLL_SECONDS = 1.0
 QUEUE_SECONDS = 10.0
