@@ -42,6 +42,11 @@ def test_hostile_texts_stay_texts():
     assert page.all("svg")[0]["aria-label"] == HOSTILE and not page.all("img")
 
 
+def test_commands_in_sentences_are_code():
+    page = render_page("t", "l", [Section("s", ["Run `convert <name>` next."])])
+    assert "<p>Run <code>convert &lt;name&gt;</code> next.</p>" in page
+
+
 def test_drawings_take_the_colour_of_the_text_and_share_no_ids():
     figure, axes = new_figure(1, 1, 2.0, 2.0)
     axes[0, 0].plot([0, 1], [0, 1], marker="o", color="#0b0c0d")

@@ -299,10 +299,14 @@ class TestRefusals:
         model, batch = built("clip")
         with pytest.raises(ValueError, match="give one as `tower`"):
             measure_collapse(model, batch)
-        model, batch = built("llava")
-        names = [tower.name for tower in towers_of(base_of(model))]
-        with pytest.raises(ValueError, match="no layer of"):
-            measure_collapse(model, {"input_ids": batch["input_ids"]}, tower=next(n for n in names if "vis" in n))
+        for model, batch in (built("clip"), built("llava")):
+            name = next(tower.name for tower in towers_of(base_of(model)) if "vis" in tower.name)
+            with pytest.raises(ValueError, match="reads images, and the batch has only input_ids: add `pixel_values`"):
+                measure_collapse(model, {"input_ids": batch["input_ids"]}, tower=name)
+
+    def test_weights_of_a_batch_that_is_no_dict(self):
+        with pytest.raises(ValueError, match="a batch must be a dict"):
+            measure_weights(float64("gemma2"), inputs=IDS["input_ids"])
 
     @pytest.mark.parametrize("model_type, reason", [("fsmt", "tokens by examples"), ("levit", "adds no MLP")])
     def test_arrangements_without_an_answer(self, built, model_type, reason):
@@ -326,6 +330,36 @@ class TestRegressions:
         assert first == pytest.approx(relative_residual(states).tolist(), rel=1e-5)
         second = padded[(padded.metric == "relative_residual") & (padded.layer == 1)].value.tolist()
         assert second[1] == pytest.approx(relative_residual(states[1:, :5]).item(), rel=1e-4)
+
+    def test_a_decoder_inside_a_language_model_has_its_own_name_and_mask(self, built):
+        model, _ = built("florence2")
+        assert [tower.name for tower in towers_of(model)] == ["encoder", "decoder"]
+        mask = torch.ones(2, 12).long()
+        mask[0, 6:] = 0
+        batch = IDS | {"decoder_input_ids": IDS["input_ids"], "attention_mask": mask}
+        table = measure_collapse(model, batch, ["transformer"], tower="decoder")
+        with torch.no_grad():
+            states = model(**batch, output_hidden_states=True).decoder_hidden_states[1]
+        first = table[(table.metric == "relative_residual") & (table.layer == 1)].value.tolist()
+        assert first == pytest.approx(relative_residual(states).tolist(), rel=1e-5)
+
+    def test_the_rule_of_latent_attention_without_a_row(self, built):
+        config = built("glm4_moe_lite")[0].config
+        # queries of width 16 + 8 through a latent of 16, and keys through one of 8
+        config = type(config)(**config.to_dict() | {"kv_lora_rank": 8})
+        model = livened(AutoModel.from_config(config, dtype=torch.float32).eval())
+        weights, logits = measure_weights(model), measure_logits(model, {"input_ids": torch.arange(3, 53)[None]})
+        for table in (weights, logits):
+            assert table[table.metric == "rank_limit"].value.unique().tolist() == [16]
+
+    def test_clamped_states_of_half_precision(self):
+        model = float64("t5")
+        batch = IDS | {"decoder_input_ids": IDS["input_ids"]}
+        whole, half = (
+            measure_collapse(model.to(dtype), batch, ["san+skip"], tower="encoder").value
+            for dtype in (torch.float32, torch.float16)
+        )
+        assert half.tolist() == pytest.approx(whole.tolist(), rel=1e-2, abs=1e-3)
 
     def test_an_interrupt_leaves_nothing_behind(self):
         model, batch = float64("gpt_neox"), IDS

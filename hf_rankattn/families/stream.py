@@ -32,6 +32,7 @@ UNCHANGED = {
     *(
         "alias",
         "bfloat16",
+        "clamp",  # T5 in float16
         "clone",
         "contiguous",
         "detach",

@@ -79,11 +79,15 @@ def lists_of_layers(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, tu
 
 def towers_of(root: nn.Module) -> list[Tower]:
     found = list(lists_of_layers(root))
-    names = [next((name for words, name in WORDS if re.search(words, path)), "") for path, _ in found]
-    return [
-        Tower(name if name and names.count(name) == 1 else path, path, layers)
-        for name, (path, layers) in zip(names, found, strict=True)
-    ]
+    fitting = [[name for words, name in WORDS if re.search(words, path)] for path, _ in found]
+    first = [names[:1] for names in fitting]
+    towers = []
+    for names, (path, layers) in zip(fitting, found, strict=True):
+        # the first word of a path, or if others start with it, a word that no other path has
+        alone = [name for name in names if sum(name in others for others in fitting) == 1]
+        alone = names[:1] if first.count(names[:1]) == 1 else alone
+        towers.append(Tower(next(iter(alone), path), path, layers))
+    return towers
 
 
 _wanted: ContextVar[str | None] = ContextVar("tower", default=None)

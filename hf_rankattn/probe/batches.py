@@ -148,10 +148,14 @@ def inputs_of_tower(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -
     tokens = next((name for name in ("input_ids", "points", "inputs_embeds") if name in batch), None)
     if family_of(model).layers:
         return tokens, "attention_mask"
-    kind = tower_of(base_of(model)).kind
-    if kind == "vision":
+    tower = tower_of(base_of(model))
+    if tower.kind == "vision":
+        if not any(value.is_floating_point() for value in batch.values()):
+            raise ValueError(
+                f"the tower {tower.name!r} reads images, and the batch has only {', '.join(batch)}: add `pixel_values`."
+            )
         return None, None
-    if kind == "decoder" and "decoder_input_ids" in batch:
+    if "decoder" in tower.path and "decoder_input_ids" in batch:
         return "decoder_input_ids", "decoder_attention_mask"
     return tokens, "attention_mask"
 

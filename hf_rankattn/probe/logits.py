@@ -14,7 +14,7 @@ from ..measure.spectrum import spectrum_metrics
 from .batches import check_attending, probing, run
 from .interface import Attended, showing_layers
 from .tables import LongTable
-from .weights import rank_limit
+from .weights import limit_of, rank_limit
 
 
 Record = Callable[[torch.Tensor, torch.Tensor], None]
@@ -91,7 +91,11 @@ def measure_logits(
         for layer, (spectrum, spread, width) in zip(layers, record.rows, strict=True):
             metrics = spectrum_metrics(spectrum, rtol, energy)
             metrics["logit_std"] = spread
-            limit = torch.full_like(spread, rank_limit(model.config, width, rotated) if listed else width)
+            if listed:
+                most = rank_limit(model.config, width, rotated)
+            else:
+                _, most = limit_of(attention_of(model, layers_of(model)[layer]), model.config, width, width)
+            limit = torch.full_like(spread, most)
             # n centred rows have at most rank n - 1
             metrics["rank_limit"] = torch.minimum(limit, record.lengths(limit) - 1)
             table.add_heads(metrics, layer, spectrum if spectra else None)

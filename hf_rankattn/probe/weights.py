@@ -20,6 +20,9 @@ from .read_weights import query_key, read_layouts, values
 from .tables import LongTable
 
 
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+
+
 def rank_limit(config, width: int, rotated: bool = False) -> int:
     """The largest rank that a head with queries of this width can have in its weights, or in its logits if rotary positions
     rotate its queries and keys (`rotated`).
@@ -29,9 +32,18 @@ def rank_limit(config, width: int, rotated: bool = False) -> int:
     """
     if not getattr(config, "kv_lora_rank", None):
         return width if rotated else min(config.hidden_size, width)
-    nope, rope, latent = config.qk_nope_head_dim, config.qk_rope_head_dim, config.q_lora_rank or width
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+    latent = getattr(config, "q_lora_rank", None) or width
     content, source = min(nope, config.kv_lora_rank), min(latent, config.hidden_size)
     return min(content, source) + rope if rotated else min(content + rope, source)
+
+
+def limit_of(attention: nn.Module, config, width: int, hidden: int) -> tuple[int, int]:
+    """[`rank_limit`] of the weights and of the logits of an attention module without a row in the table of architectures."""
+    config = getattr(attention, "config", config)
+    if not all(getattr(config, name, None) for name in LATENT):
+        return min(width, hidden), width
+    return rank_limit(config, width), rank_limit(config, width, rotated=True)
 
 
 @contextmanager
@@ -130,7 +142,7 @@ def measure_weights(
     if not family.layers:
         for layer, module in enumerate(layers_of(model)):  # packed weights do not run on numbers of rows
             check_weights_of(attention_of(model, module) or nn.Identity(), layer)
-        batch = inputs or random_batches(model.config, 1, 2, 1, seed=0)[0]  # any will do
+        batch = random_batches(model.config, 1, 2, 1, seed=0)[0] if inputs is None else inputs  # any will do
         layouts = read_layouts(model, next(batches_of(base_of(model), batch)))
     for layer, module in enumerate(layers_of(model)):
         if (attention := attention_of(model, module)) is None:
@@ -146,7 +158,10 @@ def measure_weights(
         singular = factor_spectrum(query, key)
         metrics = spectrum_metrics(singular, rtol, energy)
         width = query.shape[-1]
-        limit = rank_limit(model.config, width) if family.layers else min(width, query.shape[1])
+        if family.layers:
+            limit = rank_limit(model.config, width)
+        else:
+            limit, _ = limit_of(attention, model.config, width, query.shape[1])
         metrics["rank_limit"] = torch.full_like(metrics["stable_rank"], limit)
         values_metrics = spectrum_metrics(factor_spectrum(*written_factors(value, output, len(query))), rtol, energy)
         metrics |= {f"value_{name}": value for name, value in values_metrics.items()}
