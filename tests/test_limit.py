@@ -247,7 +247,9 @@ class TestBadInput:
         assert marks(model) == before
 
     def test_models_whose_attention_is_not_on_the_interface(self):
-        encoder = RankEncoderModel(RankEncoderConfig(input_dim=8, hidden_size=8, num_attention_heads=2)).eval()
+        hard = RankEncoderConfig(input_dim=8, hidden_size=8, num_attention_heads=2, attention="hardmax")
+        encoder = RankEncoderModel(hard).eval()
+        encoder.set_attn_implementation("eager")
         bloom, words, reason = small_and_running("bloom")
         assert not reason
         for model, batch in (
@@ -391,3 +393,19 @@ class TestElsewhere:
             model.set_attn_implementation("sdpa")
             torch.testing.assert_close(eager, outputs(model, batch))
         assert model.layers[0].self_attn.config is config
+
+
+class TestRankEncoder:
+    def test_an_eager_one_is_limited_and_measured(self):
+        config = RankEncoderConfig(input_dim=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=2)
+        encoder, batch = RankEncoderModel(config).eval(), {"points": torch.randn(3, 12, 16)}
+        with pytest.raises(ValueError, match="set_attn_implementation"):
+            limit_rank(encoder, 2, calibration=batch)
+        encoder.set_attn_implementation("eager")
+        with torch.no_grad():
+            whole = encoder(**batch).last_hidden_state
+            with limit_rank(encoder, 8, 8, calibration=batch):
+                assert torch.equal(encoder(**batch).last_hidden_state, whole)
+            with limit_rank(encoder, 2, calibration=batch):
+                table = measure_logits(encoder, batch)
+        assert set(table[table.metric == "numerical_rank"].value) == {2.0}

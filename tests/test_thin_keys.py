@@ -9,8 +9,8 @@ import torch
 
 from hf_rankattn.papers import reproduce
 from hf_rankattn.papers.sweep.runner import find_experiment
-from hf_rankattn.papers.thin_keys._selecting import VALUES, Selections, train_selection
-from hf_rankattn.papers.thin_keys.thin_keys import circle, least_ranks, recall_law
+from hf_rankattn.papers.thin_keys._selecting import VALUES, Selections, limit_selection, train_selection
+from hf_rankattn.papers.thin_keys.thin_keys import LIMITS, circle, least_ranks, recall_law
 
 
 SMALL = {"n": 4, "heads": 1, "hidden": 32, "learning_rate": 0.01, "batch_size": 64, "seed": 1, "num_keys": 31}
@@ -79,8 +79,11 @@ def table_of(accuracy) -> pd.DataFrame:
         if cell.parameters["how"] == "constructed":
             rows += [{**cell.parameters, **row} for row in experiment.run(cell.parameters, None)]
             continue
-        chosen = {name: cell.parameters[name] for name in ("task", "n", "d", "qk_rank")}
-        rows.append({**cell.parameters, "accuracy": accuracy(**chosen) + 1e-4 * cell.parameters["seed"]})
+        full = cell.parameters["qk_rank"]
+        limits = [rank for rank in LIMITS if rank < full] if cell.parameters["how"] == "limited" else []
+        for rank in (*limits, full):
+            chosen = {name: cell.parameters[name] for name in ("task", "n", "d")} | {"qk_rank": rank}
+            rows.append(cell.parameters | chosen | {"accuracy": accuracy(**chosen) + 1e-4 * cell.parameters["seed"]})
     return experiment.complete(pd.DataFrame(rows))
 
 
@@ -114,12 +117,17 @@ def test_verdicts_follow_the_numbers():
     found = verdicts_of(table_of(by_dimension))
     assert found["Amsel et al., Theorem 2"] == found["ours, the law of random projections"] == {"yes"}
     assert found["Yao et al., selection by position"] == found["Yao et al., O(log N) for every selection"] == {"no"}
+    claims = find_experiment("thin-keys").claims(table_of(by_dimension), "laptop")
+    limits = {claim.claim.split("(")[-1][:-1]: claim for claim in claims if claim.claim.startswith("A limit")}
+    assert limits["random keys"].verdict == "yes" and "N 16: 15 (trained 15)" in limits["random keys"].measured
+    assert limits["positions"].verdict == "not testable", "full rank has not trained there"
     untrained = verdicts_of(table_of(lambda **chosen: 0.6))
     assert untrained["Amsel et al., Theorem 2"] == untrained["Yao et al., retrieval by content"] == {"not testable"}
 
 
 def test_the_least_rank_is_that_of_each_seed():
     table = table_of(by_dimension)
+    table = table[table.how == "trained"]
     least = least_ranks(table)
     assert set(least["points", 16, 16, 1]) == {16} and set(least["points", 8, 64, 1]) == {8}
     assert set(least["keys", 256, 16, 1]) == {8} and np.isinf(least["keys", 256, 16, 4]).all()
@@ -135,3 +143,12 @@ def test_smoke(tmp_path):
     assert (outcome.folder / "thin-keys.png").stat().st_size > 1000
     trained = outcome.table[outcome.table.how == "trained"]
     assert trained.accuracy.between(0.05, 1).all() and set(trained.task) == set(WIDTHS)
+    limited = outcome.table[outcome.table.how == "limited"]
+    assert set(limited[limited.task == "positions"].qk_rank) == {1, 2, 3, 4}
+
+
+def test_a_limit_of_a_trained_layer_loses_accuracy_and_the_layer_stays_whole(tmp_path):
+    parameters = SMALL | {"task": "positions", "d": 4, "qk_rank": 4, "steps": 200}
+    first, second, third, whole = limit_selection(parameters, tmp_path, [1, 2, 3, 16])
+    assert [row["qk_rank"] for row in (first, second, third)] == [1, 2, 3]
+    assert first["accuracy"] < 0.8 < whole["accuracy"] and third["accuracy"] > 0.9 and whole["accuracy"] > 0.98

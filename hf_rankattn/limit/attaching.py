@@ -59,11 +59,17 @@ def run_within(model: PreTrainedModel, limits: Sequence[Any], batch: Mapping[str
 
 def entered(model: PreTrainedModel, limits: Sequence[Any], tower: str | None = None) -> ExitStack:
     """Lets the attention of each layer run within its limits until the stack is closed."""
-    if family_of(model).show_query_key is not None:  # XLNet, RankEncoder
-        raise ValueError(
-            f"{type(model).__name__} computes its attention itself, without transformers' attention interface: its rank cannot be limited. "
-            "Use convert_rank, or train it with another `qk_rank`."
-        )
+    if family_of(model).show_query_key is not None:  # XLNet, and RankEncoder unless it is eager
+        if not model._supports_attention_backend:
+            raise ValueError(
+                f"{type(model).__name__} computes its attention itself, without transformers' attention interface: its rank cannot be "
+                "limited. Use convert_rank, or train it with another `qk_rank`."
+            )
+        if model.config._attn_implementation != "eager":
+            raise ValueError(
+                f"{type(model).__name__} has a fused attention of its own beside transformers' attention interface: call "
+                "model.set_attn_implementation('eager') before its rank is limited."
+            )
     with choosing_tower(tower):
         base, layers, numbers = base_of(model), layers_of(model), attending_layers(model)
         attentions = {number: attention_of(model, layers[number]) for number in numbers}

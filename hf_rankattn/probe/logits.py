@@ -12,7 +12,7 @@ from ..files.running import Inputs, evaluating
 from ..measure import factor_spectrum
 from ..measure.spectrum import spectrum_metrics
 from .batches import check_attending, probing, run
-from .interface import Attended, showing_layers
+from .interface import LIMIT, Attended, showing_layers
 from .tables import LongTable
 from .weights import limit_of, rank_limit
 
@@ -48,8 +48,9 @@ class LayerLogits:
 def recording(model: PreTrainedModel, record: Record) -> Iterator[None]:
     """Send queries and keys to `record` while the model runs, by the attention interface or by hooks of the family."""
     family = family_of(model)
+    limited = any(LIMIT in module.__dict__ for module in model.modules())
     with ExitStack() as stack:
-        if family.show_query_key is not None:
+        if family.show_query_key is not None and not limited:
             for layer in dict.fromkeys(layers_of(model)):
                 family.show_query_key(attention_of(model, layer), record, stack)
         else:

@@ -4,7 +4,7 @@ The rows are those of the task `associative_recall`. A pair of a key and a value
 so one layer can solve it. A query is an address without a value, and its class is the value of the token that it asks for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 
+from ...limit import limit_rank
 from ...models import RankEncoderConfig, RankEncoderForTokenClassification
 from ...tasks import BatchStream, TaskBuilder, random_generator, task_builder
 from ...training.optimizers import point_optimizer, warmup_cosine
@@ -32,7 +33,7 @@ TASKS = {
 # A run ends before its last step when the accuracy on validation rows has this value, which leaves a margin above the goal
 SOLVED = 0.995
 CHECKS = 10  # how often a run measures it
-VALIDATION, HELD_OUT = 2048, 8192  # queries
+VALIDATION, HELD_OUT, CALIBRATION = 2048, 8192, 512  # queries
 
 
 class Selections(IterableDataset):
@@ -155,3 +156,21 @@ def train_selection(
     check_weights(model, trainer.state.global_step)
     found = {"status": "finished", "steps_done": trainer.state.global_step, "accuracy": accuracy(model, held_out)}
     return model, found
+
+
+def limit_selection(parameters: Mapping[str, Any], work: Path, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Train one layer of full rank and limit it to each smaller rank; one row for each, that of full rank last."""
+    model, found = train_selection(parameters, work)
+    rows = Selections(parameters)
+    calibration, held_out = (
+        rows.sample(split, max(1, queries // parameters["n"]))
+        for split, queries in (("validation", CALIBRATION), ("test", HELD_OUT))
+    )
+    del calibration["labels"]
+    model.eval().set_attn_implementation("eager")  # which calls the attention interface
+    table = []
+    for rank in ranks:
+        if rank < parameters["qk_rank"]:
+            with limit_rank(model, rank, calibration=calibration):
+                table.append({**found, "qk_rank": rank, "accuracy": accuracy(model, held_out)})
+    return [*table, found]

@@ -1,7 +1,8 @@
 """How many query-key dimensions does it take to select one of N tokens: about log2 N, or all d of the space they are in?
 
 "Thin Keys, Full Values" and "On the Benefits of Rank in Attention Layers" answer differently, on different selections. Here one
-model is trained on all of them, and the least width that reaches the goal is compared with both answers.
+model is trained on all of them at each width, and once at full rank to be limited afterwards. The least width that reaches the goal is
+compared with both answers.
 """
 
 import math
@@ -19,7 +20,7 @@ from ..drawing import DASHED, Style, band, level, log_ticks, plural
 from ..sweep.grid import Cell, grid
 from ..sweep.judging import Claim, every, judge, not_testable, unpublished
 from ..sweep.tolerances import CLOSE, SAME_WIDTH, SOLVES, TRAINED_ACCURACY
-from ._selecting import TASKS, VALUES, train_selection
+from ._selecting import TASKS, VALUES, limit_selection, train_selection
 
 
 SHOWS = "least qk_rank that selects one of N tokens by its key, its position, or as the nearest point, against log2 N and d"
@@ -63,6 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "laptop": {"series": LAPTOP, "seeds": 3, "steps": 300, "queries": 512, "circle": [4, 16, 64, 256, 1024]},
     "paper": {"series": PAPER, "seeds": 5, "steps": 20_000, "queries": 4096, "circle": [4, 16, 64, 256, 1024]},
 }
+# the ranks to which a model of full rank is limited
+LIMITS = [1, 2, 3, 4, 6, 7, 8, 12, 15, 16, 20, 24, 32, 48]
 SERIES = ["task", "d", "n", "heads"]
 YAO, AMSEL = "Yao et al.", "Amsel et al."
 
@@ -71,17 +74,25 @@ def cells(scale: str, seeds: int | None, options: Mapping[str, Any]) -> Sequence
     setting = SETTINGS[scale]
     training = TRAINING | {"steps": setting["steps"]}
     found = [Cell({"how": "constructed", "task": "circle", "n": n, "seed": 0}) for n in setting["circle"]]
+    limited: dict[str, Cell] = {}  # one for each model of full rank
     for series in setting["series"]:
         for axis in grid(**training, **series, seed=list(range(seeds or setting["seeds"]))):
             sizes = {"batch_size": max(1, setting["queries"] // axis["n"]), "d": axis.get("d", axis["n"])}
-            found.append(Cell(axis | sizes, cost=axis["steps"] * setting["queries"]))
-    return found
+            cost = axis["steps"] * setting["queries"]
+            found.append(Cell(axis | sizes, cost))
+            if axis["heads"] == 1:
+                full = {"how": "limited", "qk_rank": min(sizes["d"], axis["hidden"])}
+                cell = Cell(axis | sizes | full, 2 * cost)
+                limited[cell.id] = cell
+    return [*found, *limited.values()]
 
 
 def run(parameters: Mapping[str, Any], work: Path) -> list[dict[str, Any]]:
-    """One row: of a trained model, or of codes on a circle."""
+    """One row of a trained model or of codes on a circle, or one for each rank to which a trained model is limited."""
     if parameters["how"] == "constructed":
         return [{"status": "finished", **circle(parameters["n"])}]
+    if parameters["how"] == "limited":
+        return limit_selection(parameters, work, LIMITS)
     return [train_selection(parameters, work)[1]]
 
 
@@ -121,13 +132,13 @@ def recall_law(n: int, width: int, d: int, draws: int = 4001) -> float:
 
 
 def complete(table: pd.DataFrame) -> pd.DataFrame:
-    """The accuracy of full rank beside each run on points, if full rank has trained, and whether the run reaches the goal."""
-    trained = table["task"].isin(TASKS)
-    of_points = table[(table.task == "points") & (table.qk_rank == table.d)]
-    full = of_points.set_index([*SERIES, "seed"]).accuracy
+    """The accuracy of full rank beside each run on points and each limit, if full rank has trained, and whether the goal is reached."""
+    compared = (table["task"] == "points") | (table["how"] == "limited")
+    names = ["how", *SERIES, "seed"]
+    full = table[compared & (table.qk_rank == table.d.clip(upper=TRAINING["hidden"]))].set_index(names).accuracy
     full = full.where(full >= TRAINED_ACCURACY)
-    keys = pd.MultiIndex.from_frame(table[[*SERIES, "seed"]])
-    reference = np.where(table.task == "points", full.reindex(keys).to_numpy(), np.where(trained, 1.0, np.nan))
+    goal = full.reindex(pd.MultiIndex.from_frame(table[names])).to_numpy()
+    reference = np.where(compared, goal, np.where(table["task"].isin(TASKS), 1.0, np.nan))
     return table.assign(reference=reference, reaches=table.accuracy >= SOLVES * reference)
 
 
@@ -144,12 +155,13 @@ def shown(values: pd.Series) -> str:
 
 
 def figures(table: pd.DataFrame, scale: str) -> dict[str, Figure]:
-    """The least rank against N, and the accuracy against the rank for one N."""
-    figure, (axes,) = new_figure(1, 2, 13.0, 4.8)
-    rows = table[table.task.isin(TASKS)]
+    """The least rank against N, and for one N the accuracy against the rank, of training and of limits."""
+    figure, (axes,) = new_figure(1, 3, 17.0, 4.8)
+    rows, limited = (table[table.how == how] for how in ("trained", "limited"))
     chosen = 16 if 16 in set(rows.n) else int(rows.n.max())
     draw_least_ranks(axes[0], rows)
-    draw_accuracies(axes[1], rows[rows.n == chosen], chosen)
+    draw_accuracies(axes[1], rows[rows.n == chosen], f"N = {chosen}, trained at each rank")
+    draw_accuracies(axes[2], limited[limited.n == chosen], f"N = {chosen}, trained at full rank, then limited")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle("How many query-key dimensions does it take to select one of N tokens?")
     figure.supxlabel(
@@ -190,13 +202,13 @@ def draw_least_ranks(axis: Axes, rows: pd.DataFrame) -> None:
     axis.set(ylim=(0, None), xlabel="tokens to select from, N", ylabel=f"least qk_rank that reaches {SOLVES:.0%}")
 
 
-def draw_accuracies(axis: Axes, rows: pd.DataFrame, n: int) -> None:
+def draw_accuracies(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     for name, series, style, look in named_series(rows):
         band(axis, series.groupby("qk_rank").accuracy, style, name, **look)
     level(axis, SOLVES, f"{SOLVES:.0%}")
     log_ticks(axis, [2**power for power in range(int(rows.qk_rank.max()).bit_length())])
     axis.set(ylim=(0, 1.03), xlabel="qk_rank", ylabel="right values, held out")
-    axis.set_title(f"N = {n}")
+    axis.set_title(title)
 
 
 def law_rank(n: int, series: pd.DataFrame) -> float:
@@ -207,11 +219,12 @@ def law_rank(n: int, series: pd.DataFrame) -> float:
 
 def claims(table: pd.DataFrame, scale: str) -> Iterator[Claim]:
     published = published_table("thin_keys").set_index("statement")
-    rows = table[table.task.isin(TASKS)]
-    least = least_ranks(table)
+    rows = table[table.how == "trained"]
+    least = least_ranks(rows)
     yield from position_claims(rows, least, published)
     yield from recall_claims(rows, least, published)
     yield from point_claims(rows, least)
+    yield from limit_claims(least, table[table.how == "limited"])
     yield circle_claim(table[table.task == "circle"])
     for statement, row in published.iterrows():
         if not row.quantity.startswith("dimensions"):
@@ -311,6 +324,46 @@ def point_claims(rows: pd.DataFrame, least: pd.Series) -> Iterator[Claim]:
             "; ".join(f"N {n}: rank {rank} has {share.mean():.3f} of it" for (n, rank), share in found.items()),
             no="All d coordinates decide which point is nearest, and a head sees as many of them as its rank.",
         )
+
+
+def limit_claims(trained: pd.Series, rows: pd.DataFrame) -> Iterator[Claim]:
+    """What a limit of a layer that was trained at full rank needs, beside training at that rank."""
+    least = least_ranks(rows)
+    for task, of_task in least.groupby("task"):
+        pairs = pd.concat([of_task, trained.reindex(of_task.index)], axis=1, keys=["limited", "trained"])
+        for d, of_d in pairs.groupby("d"):
+            text = "; ".join(
+                f"N {n}: {shown(own.limited)} (trained {shown(own.trained)})" for n, own in of_d.groupby("n")
+            )
+            own_rows = rows[(rows.task == task) & (rows.d == d)]
+            if own_rows.reference.isna().any():
+                judgement = not_testable("Full rank has not trained in one run.")
+            elif task == "points":
+                judgement = every(
+                    judge(f"least rank over d (N {n})", own.limited / d, 1) for n, own in of_d.groupby("n")
+                )
+            else:
+                # an N for which a seed reaches the goal at no tested rank has no ratio
+                ratios = (
+                    (of_d.limited / of_d.trained).groupby("n").filter(lambda own: (np.isfinite(own) & (own > 0)).all())
+                )
+                judgement = not_testable("Training reaches the goal at no tested rank.")
+                if len(ratios):
+                    judgement = every(
+                        judge(f"limited over trained (N {n})", own, most=SAME_WIDTH, ratio=True)
+                        for n, own in ratios.groupby("n")
+                    )
+            statement = (
+                f"A limit below rank d = {d} loses the nearest of N points"
+                if task == "points"
+                else f"A limit of a layer of full rank needs no more dimensions than training at that rank ({task})"
+            )
+            yield judgement.unpublished(
+                statement,
+                "ours, trained and limited",
+                text,
+                no="Training places the addresses for the rank that it has; at full rank it has no reason to put them in few dimensions.",
+            )
 
 
 def circle_claim(rows: pd.DataFrame) -> Claim:
