@@ -331,11 +331,12 @@ def limit_claims(trained: pd.Series, rows: pd.DataFrame) -> Iterator[Claim]:
     least = least_ranks(rows)
     for task, of_task in least.groupby("task"):
         pairs = pd.concat([of_task, trained.reindex(of_task.index)], axis=1, keys=["limited", "trained"])
-        for d, of_d in pairs.groupby("d"):
+        ds = pairs.index.get_level_values("d")
+        for d, of_d in pairs.groupby(ds if task == "points" else np.zeros(len(ds), dtype=int)):
             text = "; ".join(
                 f"N {n}: {shown(own.limited)} (trained {shown(own.trained)})" for n, own in of_d.groupby("n")
             )
-            own_rows = rows[(rows.task == task) & (rows.d == d)]
+            own_rows = rows[(rows.task == task) & ((rows.d == d) | (task != "points"))]
             if own_rows.reference.isna().any():
                 judgement = not_testable("Full rank has not trained in one run.")
             elif task == "points":
@@ -354,7 +355,7 @@ def limit_claims(trained: pd.Series, rows: pd.DataFrame) -> Iterator[Claim]:
                         for n, own in ratios.groupby("n")
                     )
             statement = (
-                f"A limit below rank d = {d} loses the nearest of N points"
+                f"A limit below rank d = {int(d)} loses the nearest of N points"
                 if task == "points"
                 else f"A limit of a layer of full rank needs no more dimensions than training at that rank ({task})"
             )
