@@ -262,3 +262,9 @@ def test_a_checkpoint_with_a_hundred_thousand_layers_is_refused_before_it_is_bui
     BertConfig(num_hidden_layers=100_000).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="num_hidden_layers must not be negative, and at most 4096, got 100000"):
         load(str(tmp_path))
+
+
+def test_a_saved_config_keeps_attributes_that_a_user_has_set():
+    config = RankEncoderConfig(input_dim=4)
+    config.norm_epsilon, config.tie_word_embeddings = 0.5, False  # close to the names of fields
+    assert RankEncoderConfig.from_dict(config.to_dict()).norm_epsilon == 0.5

@@ -141,8 +141,10 @@ class RankConfigMixin:
                 "Set `qk_rank` for the query/key width of a head and `v_head_dim` for its value width."
             )
         # stock configs carry too many old keys to refuse all unknown ones; transformers writes auto_map
+        # a saved config also holds attributes that a user has set
+        known = RANK_FIELDS if "model_type" in kwargs else self.own_fields()
         for name in kwargs.keys() - {"auto_map"}:
-            if not hasattr(self, name) and (meant := get_close_matches(name, self.own_fields(), n=1, cutoff=0.66)):
+            if not hasattr(self, name) and (meant := get_close_matches(name, known, n=1, cutoff=0.66)):
                 raise ValueError(f"`{name}` is not a field. Did you mean `{meant[0]}`?")
         model_type = kwargs.pop("model_type", self.model_type)
         if model_type not in (self.model_type, stock):
